@@ -45,7 +45,7 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.format != "huggingface" and options.license:
         parser.error("--license needs --format huggingface")
     changed = words_of(options)
-    is_changed = not changed["words"].is_empty or options.scale is not None or options.penalty is not None
+    is_changed = any(vars(changed["words"]).values()) or options.scale is not None or options.penalty is not None
     if options.format == "nnet3" and is_changed:
         parser.error("--lm, --lexicon, --words, --grammar, --scale and --penalty change the decoding graph, "
                      "which --format nnet3 does not write; remove them, or choose another format")

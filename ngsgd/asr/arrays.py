@@ -25,10 +25,7 @@ def write(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 
 
 def read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of a file.
-
-    Args:
-        path: file that `write` wrote.
+    """Read the arrays of a file that `write` wrote.
 
     Raises:
         OSError: the file cannot be read.

@@ -38,7 +38,7 @@ from ngsgd.asr.bundle_files import (
 )
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.decode.calibration import Calibration
-from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.decode.decoding import Search
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import Stats
@@ -49,14 +49,7 @@ from ngsgd.asr.lang import topology as topologies
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import Vocabulary
-from ngsgd.config import (
-    DecodeConfig,
-    FeatureConfig,
-    ModelConfig,
-    RunConfig,
-    build,
-    check_values,
-)
+from ngsgd.config import DecodeConfig, FeatureConfig, RunConfig, build, check_values
 from ngsgd.config.build import with_defaults
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet, Side
@@ -73,6 +66,9 @@ __all__ = ["INDEX", "MODEL_FILES", "Bundle", "index_of", "read_files", "write_fi
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
 # maximum of the slope and the offset of a calibration
 _MAX_CALIBRATION = 1e6
+# exceptions of readers for damaged or hostile content
+_DAMAGE = (SafetensorError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, DataError,
+           OverflowError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -131,21 +127,17 @@ class Bundle:
         content = read_index(path)
         try:
             return _bundle(path, content, trust=trust)
-        except (
-            SafetensorError,
-            ValueError,
-            LookupError,
-            TypeError,
-            RuntimeError,
-            AttributeError,
-            DataError,
-            OverflowError,
-            MemoryError,
-        ) as error:
+        except _DAMAGE as error:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-            raise CheckpointError(
-                f"{path} cannot be used as a model ({reason}); {AGAIN}."
-            ) from error
+            raise CheckpointError(f"{path} cannot be used as a model ({reason}); {AGAIN}.") from error
+
+    @property
+    def statistics(self) -> Stats:
+        """`all_speech`; raises DataError if the model lacks it."""
+        if self.all_speech is None:
+            raise DataError(f"{self.path} has no statistics of its training speech, which "
+                            "features.cmvn=online needs; export it again.")
+        return self.all_speech
 
     @cached_property
     def graph(self) -> Graph:
@@ -215,26 +207,16 @@ class Bundle:
         return self._log_likelihoods(self.model(torch.from_numpy(np.ascontiguousarray(x_TI))))
 
     @torch.no_grad()
-    def log_likelihoods(
-        self, features_TD: npt.NDArray[np.float32], side: Side | None = None
-    ) -> npt.NDArray[np.float32]:
-        """T x P: log posterior minus log prior of one utterance.
-
-        Args:
-            features_TD: normalized features.
-            side: side rows, such as i-vectors.
-
-        Returns:
-            T x P scores, float32.
-        """
+    def log_likelihoods(self, features_TD: npt.NDArray[np.float32],
+                        side: Side | None = None) -> npt.NDArray[np.float32]:
+        """T x P: log posterior minus log prior of the normalized features of one utterance."""
         frames = FrameSet.of_utterance(features_TD, side)
         [x_TI] = spliced_utterances(frames, self.window.left_context, self.window.right_context)
         return self._log_likelihoods(utterance_logits(self.model, torch.from_numpy(x_TI)))
 
     def _log_likelihoods(self, logits_TP: Tensor) -> npt.NDArray[np.float32]:
-        return np.asarray(
-            (logits_TP.log_softmax(dim=1) - torch.from_numpy(np.log(self.prior_P)).float()).numpy()
-        )
+        log_prior_P = torch.from_numpy(np.log(self.prior_P)).float()
+        return np.asarray((logits_TP.log_softmax(dim=1) - log_prior_P).numpy())
 
 
 def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
@@ -243,149 +225,86 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     config = _config(index, about)
     language = _language(index["language"], found)
     if config.model._target_ and not trust:
-        raise ConfigError(
-            f"{path} requires importing {config.model._target_}, which runs that code with your "
-            "permissions. Inspect that module; if you trust it, allow it with "
-            f"{option('trust')}."
-        )
+        raise ConfigError(f"{path} requires importing {config.model._target_}, which runs that code "
+                          "with your permissions. Inspect that module; if you trust it, allow it with "
+                          f"{option('trust')}.")
     state, transform = load_tensors(found["model.safetensors"]), None
     if TRANSFORM in found:
         transform = load_tensors(found[TRANSFORM])["input_transform"]
-    adaptation = None
+    adaptation = ivectors = all_speech = None
     if ADAPTATION in found:
         arrays = load_arrays(found[ADAPTATION])
         adaptation = SpeakerAdaptation.of_arrays(arrays, language.num_pdfs)
     window = _window(about, config, language, adaptation)
-    _require_size(
-        config.model, about, {**state, **({} if transform is None else {TRANSFORM: transform})}
-    )
+    # before the described network is allocated
+    size = sum(values.numel() for values in (*state.values(), *([] if transform is None else [transform])))
+    least = max(least_parameters(config.model, 1, about["num_classes"]), config.model.num_subclasses,
+                len(about["class_counts"])) if not config.model._target_ else 0
+    if least > size:
+        raise ValueError(f"its description is of a larger network than its {size} parameters")
     model, prior_P = rebuild(about, about["model"], state, transform)
     if not (prior_P > 0.0).all():
         raise ValueError("a prior is not above 0")
-    all_speech = index["all_speech"]
-    return Bundle(
-        path,
-        model,
-        prior_P,
-        window,
-        config.features,
-        None
-        if all_speech is None
-        else cmvn.check(np.asarray(all_speech, np.float64), "all_speech",
-                        adaptation.input_dim if adaptation else window.feature_dim),
-        ivector_model.of_arrays(load_tensors(found[IVECTORS]), config.ivectors)
-        if config.ivectors.dim
-        else None,
-        adaptation,
-        language,
-        config.decode,
-        _weights(index["weights"]),
-        _calibration(index["calibration"]),
-        dict(index["provenance"]),
-    )
+    if index["all_speech"] is not None:
+        dim = adaptation.input_dim if adaptation else window.feature_dim
+        all_speech = cmvn.check(np.asarray(index["all_speech"], np.float64), "all_speech", dim)
+    if config.ivectors.dim:
+        ivectors = ivector_model.of_arrays(load_tensors(found[IVECTORS]), config.ivectors)
+    scales = DecodingWeights(float(index["weights"]["acoustic_scale"]), float(index["weights"]["word_penalty"]))
+    if any(vocabulary.weight_problems(scales.acoustic_scale, scales.word_penalty)):
+        raise ValueError(f"its decoding weights are {scales}")
+    calibration = Calibration(float(index["calibration"]["slope"]), float(index["calibration"]["offset"]))
+    if not (0.0 <= calibration.slope <= _MAX_CALIBRATION and abs(calibration.offset) <= _MAX_CALIBRATION):
+        raise ValueError(f"its calibration is {calibration}")
+    return Bundle(path, model, prior_P, window, config.features, all_speech, ivectors, adaptation, language,
+                  config.decode, scales, calibration, dict(index["provenance"]))
 
 
 def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
     """Sections of a bundle with values checked for range; other sections have defaults."""
-    sections = {
-        "model": about["model"],
-        "features": index["features"],
-        "decode": index["decode"],
-        "ivectors": about.get("ivectors", {}),
-    }
+    sections = {"model": about["model"], "features": index["features"], "decode": index["decode"],
+                "ivectors": about.get("ivectors", {})}
     config, problems = build(with_defaults(sections))
-    wrong = [one.message for one in problems] or check_values(config)
-    if wrong:
+    if wrong := [one.message for one in problems] or check_values(config):
         raise ValueError(wrong[0])
     return config
-
-
-def _calibration(values: Mapping[str, Any]) -> Calibration:
-    found = Calibration(float(values["slope"]), float(values["offset"]))
-    if not (0.0 <= found.slope <= _MAX_CALIBRATION and abs(found.offset) <= _MAX_CALIBRATION):
-        raise ValueError(f"its calibration is {found}")
-    return found
-
-
-def _weights(values: Mapping[str, Any]) -> DecodingWeights:
-    weights = DecodingWeights(float(values["acoustic_scale"]), float(values["word_penalty"]))
-    if any(vocabulary.weight_problems(weights.acoustic_scale, weights.word_penalty)):
-        raise ValueError(f"its decoding weights are {weights}")
-    return weights
 
 
 def _window(about: Mapping[str, Any], config: RunConfig, language: Language,
             adaptation: SpeakerAdaptation | None) -> Window:
     """Return the window if features, i-vectors and words of the bundle match the network."""
     window, features = window_of(about), config.features
-    dim = {"fbank": features.num_mel_bins, "mfcc": features.num_ceps}.get(
-        features.kind, window.feature_dim if adaptation is None else adaptation.input_dim
-    )
+    own = window.feature_dim if adaptation is None else adaptation.input_dim
+    dim = {"fbank": features.num_mel_bins, "mfcc": features.num_ceps}.get(features.kind, own)
     if adaptation is not None:
         if adaptation.input_dim != dim:
             raise ValueError(f"its adaptation takes {adaptation.input_dim} features of {dim}")
         dim = adaptation.dim
-    sizes = (*window, about["num_inputs"], about["num_classes"])
-    if (
-        any(type(size) is not int for size in sizes)
-        or not 0 < window.feature_dim <= _MAX_FEATURES
-        or not all(0 <= size <= _MAX_CONTEXT for size in window[:2])
-    ):
+    sizes, side_dim = (*window, about["num_inputs"], about["num_classes"]), config.ivectors.dim
+    if not (all(type(size) is int for size in sizes) and 0 < window.feature_dim <= _MAX_FEATURES
+            and all(0 <= size <= _MAX_CONTEXT for size in window[:2])):
         raise ValueError(f"its network has an input of {window}")
-    if (window.feature_dim, window.side_dim) != (
-        dim,
-        config.ivectors.dim,
-    ) or window.num_inputs != about["num_inputs"]:
-        raise ValueError(
-            f"its network has an input of {window}, but its features have {dim} dimensions and "
-            f"{config.ivectors.dim} side values"
-        )
+    if (window.feature_dim, window.side_dim, window.num_inputs) != (dim, side_dim, about["num_inputs"]):
+        raise ValueError(f"its network has an input of {window}, but its features have {dim} dimensions "
+                         f"and {side_dim} side values")
     if about["num_classes"] != language.num_pdfs:
-        raise ValueError(
-            f"its network has {about['num_classes']} classes, but its words {language.num_pdfs} "
-            "HMM states"
-        )
+        raise ValueError(f"its network has {about['num_classes']} classes, but its words "
+                         f"{language.num_pdfs} HMM states")
     return window
-
-
-def _require_size(
-    model: ModelConfig, about: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> None:
-    """Raise ValueError if the described network is larger than its parameters, before
-    allocation.
-    """
-    size = sum(values.numel() for values in state.values())
-    if (
-        not model._target_
-        and max(
-            least_parameters(model, 1, about["num_classes"]),
-            model.num_subclasses,
-            len(about["class_counts"]),
-        )
-        > size
-    ):
-        raise ValueError(f"its description is of a larger network than its {size} parameters")
 
 
 def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
     """Parse words, phones and language model, and check them."""
-    language = Language.from_json(
-        dict(tree), {name: found[name] for name in LANGUAGE_FILES if name in found}
-    )
+    language = Language.from_json(dict(tree), {name: found[name] for name in LANGUAGE_FILES if name in found})
     topology, given = language.topology, language.given
     phones = {*topology.phones, topologies.SILENCE_PHONE}
     texts = [*topology.phones, *topology.lexicon, *(given.words if given else ())]
-    if not all(isinstance(text, str) and text.split() == [text] for text in texts) or len(
-        set(topology.phones)
-    ) != len(topology.phones):
-        raise ValueError(
-            "its words and phones are not strings without spaces, or a phone is duplicated"
-        )
-    if (
-        type(topology.num_silence_states) is not int
-        or not 1 <= topology.num_silence_states <= _MAX_SILENCE_STATES
-    ):
-        raise ValueError(f"silence has {topology.num_silence_states} states")
+    are_words = all(isinstance(text, str) and text.split() == [text] for text in texts)
+    if not are_words or len(set(topology.phones)) != len(topology.phones):
+        raise ValueError("its words and phones are not strings without spaces, or a phone is duplicated")
+    num_states = topology.num_silence_states
+    if type(num_states) is not int or not 1 <= num_states <= _MAX_SILENCE_STATES:
+        raise ValueError(f"silence has {num_states} states")
     spoken = [phones_ for all_ in topology.lexicon.values() for phones_ in all_]
     if not all(topology.lexicon.values()) or not all(one and set(one) <= phones for one in spoken):
         raise ValueError("a word has a pronunciation with phones that the model lacks")

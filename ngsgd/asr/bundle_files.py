@@ -46,17 +46,9 @@ _UNCALIBRATED = Calibration()
 # Writing ------------------------------------------------------------------------------------------
 
 
-def index_of(
-    model_files: Mapping[str, bytes],
-    *,
-    language: Language,
-    features: FeatureConfig,
-    decode: DecodeConfig,
-    weights: DecodingWeights,
-    calibration: Calibration = _UNCALIBRATED,
-    all_speech: Stats | None,
-    provenance: Mapping[str, Any],
-) -> str:
+def index_of(model_files: Mapping[str, bytes], *, language: Language, features: FeatureConfig,
+             decode: DecodeConfig, weights: DecodingWeights, calibration: Calibration = _UNCALIBRATED,
+             all_speech: Stats | None, provenance: Mapping[str, Any]) -> str:
     """Return the text of `recognizer.json`.
 
     Args:
@@ -64,34 +56,17 @@ def index_of(
         language, features, decode, weights, calibration, all_speech, provenance: as in `Bundle`.
     """
     content = {**model_files, **language.files()}
-    return json.dumps(
-        files.sealed(
-            "bundle",
-            {
-                "sha256": {
-                    name: sha256(data).hexdigest() for name, data in sorted(content.items())
-                },
-                "language": language.to_json(),
-                "features": asdict(features),
-                "decode": asdict(decode),
-                "weights": asdict(weights),
-                "calibration": asdict(calibration),
-                "all_speech": None if all_speech is None else all_speech.tolist(),
-                "provenance": dict(provenance),
-            },
-        ),
-        indent=1,
-    )
+    index = {"sha256": {name: sha256(data).hexdigest() for name, data in sorted(content.items())},
+             "language": language.to_json(), "features": asdict(features), "decode": asdict(decode),
+             "weights": asdict(weights), "calibration": asdict(calibration),
+             "all_speech": None if all_speech is None else all_speech.tolist(),
+             "provenance": dict(provenance)}
+    return json.dumps(files.sealed("bundle", index), indent=1)
 
 
 def write_file(path: Path, content: Mapping[str, bytes]) -> None:
-    """Write a bundle to one file: the index, then the files that it lists, with fixed time
-    stamps.
-    """
-    with (
-        files.new_file(path) as temporary,
-        zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive,
-    ):
+    """Write a bundle to one file: the index, then the files that it lists."""
+    with files.new_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(content, key=lambda name: (name != INDEX, name)):
             # the default time of ZipInfo: equal content gives an equal file
             archive.writestr(zipfile.ZipInfo(name), content[name])
@@ -115,9 +90,7 @@ def read_index(path: Path) -> dict[str, Any]:
         read = _reader(path)
         index = files.unsealed("bundle", files.parse_json(read(INDEX).decode("utf-8")))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a model ({_reason(error)}); {AGAIN}."
-        ) from error
+        raise CheckpointError(f"{path} cannot be read as a model ({_reason(error)}); {AGAIN}.") from error
     listed = index.get("sha256")
     if not isinstance(listed, dict) or not set(listed) <= {*MODEL_FILES, *LANGUAGE_FILES}:
         raise CheckpointError(f"{path} lists files that are not part of a model; {AGAIN}.")
@@ -126,44 +99,27 @@ def read_index(path: Path) -> dict[str, Any]:
         try:
             found[name] = read(name)
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: {name} cannot be read ({_reason(error)}); {AGAIN}."
-            ) from error
+            raise CheckpointError(f"{path}: {name} cannot be read ({_reason(error)}); {AGAIN}.") from error
         if sha256(found[name]).hexdigest() != digest:
-            raise CheckpointError(
-                f"{path}: {name} was modified (its SHA-256 differs from {INDEX}); {AGAIN}."
-            )
+            raise CheckpointError(f"{path}: {name} was modified (its SHA-256 differs from {INDEX}); {AGAIN}.")
     return {**index, "files": found}
 
 
 def _reader(path: Path) -> Callable[[str], bytes]:
     """Return a function from the name of a file to its content."""
     if not path.exists():
-        raise CheckpointError(
-            f"{path} does not exist; use a run folder, or a file of: ngsgd export --format bundle "
-            "RUN FILE."
-        )
+        raise CheckpointError(f"{path} does not exist; use a run folder, or a file of: ngsgd export "
+                              "--format bundle RUN FILE.")
     if path.is_dir():
-        folder = (
-            path / "final"
-            if (path / "config.yaml").is_file() or (path / "final").is_dir()
-            else path
-        )
+        is_run = (path / "config.yaml").is_file() or (path / "final").is_dir()
+        folder = path / "final" if is_run else path
         if not (folder / "model.json").is_file():
-            raise CheckpointError(
-                f"{path} has no final model; finish the run with: {interface.resume(path)}"
-            )
+            raise CheckpointError(f"{path} has no final model; finish the run with: {interface.resume(path)}")
         if not (folder / INDEX).is_file():
-            raise CheckpointError(
-                f"{path} was not decoded to its end, so final/ has no {INDEX}; finish the run "
-                f"with: {interface.resume(path)}"
-            )
+            raise CheckpointError(f"{path} was not decoded to its end, so final/ has no {INDEX}; finish the "
+                                  f"run with: {interface.resume(path)}")
         return lambda name: files.read_regular_bytes(folder / name, _MAX_BYTES)
-    return _zip_reader(path)
-
-
-def _zip_reader(path: Path) -> Callable[[str], bytes]:
-    """Read files of a model from an uncompressed archive; together they are not larger than it."""
+    # an uncompressed archive; its files together are not larger than it
     content = files.read_regular_bytes(path, _MAX_BYTES)
     members: dict[str, bytes] = {}
     try:
@@ -172,14 +128,7 @@ def _zip_reader(path: Path) -> Callable[[str], bytes]:
             for name in (INDEX, *MODEL_FILES, *LANGUAGE_FILES):
                 with contextlib.suppress(KeyError):
                     members[name] = archive.read(name)
-    except (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        RuntimeError,
-        EOFError,
-        OverflowError,
-        MemoryError,
-    ) as error:
+    except (zipfile.BadZipFile, RuntimeError, EOFError, OverflowError, MemoryError) as error:
         raise ValueError(str(error)) from error
 
     def read(name: str) -> bytes:
@@ -197,9 +146,7 @@ def _require_plain(members: Sequence[zipfile.ZipInfo], size: int) -> None:
     for info in sorted(members, key=lambda one: -one.header_offset):
         is_plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if info.filename in names or not is_plain or info.flag_bits & 1:
-            raise ValueError(
-                f"its member {info.filename[:40]!r} is compressed, encrypted or duplicated"
-            )
+            raise ValueError(f"its member {info.filename[:40]!r} is compressed, encrypted or duplicated")
         # the header of a member in the file has at least 30 bytes and the name
         if info.header_offset + 30 + len(info.filename) + info.file_size > end:
             raise ValueError(f"its member {info.filename[:40]!r} overlaps another one, or is cut")

@@ -33,8 +33,8 @@ _MAX_CHUNKS = 1000
 # shorter files are not compared with the content of a header
 _SHORTEST_HEADER = 12
 # chunks that may follow those of the samples in a wav without samples
-_AFTER_SAMPLES = (b"LIST", b"id3 ", b"ID3 ", b"cue ", b"smpl", b"bext", b"fact", b"PEAK", b"JUNK", b"PAD ", b"iXML", b"_PMX",
-                  b"afsp")
+_TAGS = b"LISTid3 ID3 cue smplbextfactPEAKJUNKPAD iXML_PMXafsp"
+_AFTER_SAMPLES = [_TAGS[at:at + 4] for at in range(0, len(_TAGS), 4)]
 # code of a wav whose real code follows, and the rest of that code
 _EXTENSIBLE, _REST_OF_CODE = 0xFFFE, bytes.fromhex("000000001000800000aa00389b71")
 # code (integers or floating point) and bits of a sample -> type
@@ -82,7 +82,10 @@ def kind_of(head: bytes) -> str:
         if head[offset:offset + len(magic)] == magic:
             return kind
     if may_be_frames(head):
-        return _kind_of_frames(head)
+        # the first frame is followed by another one
+        return next((kind for kind, length_of in (("mp3", mp3_frame_bytes), ("aac", _aac_frame_bytes))
+                     if (length := length_of(head))
+                     and (len(head) <= length or length_of(head[length:length + 6]))), "")
     if 0 < len(head) < _SHORTEST_HEADER and any(magic.startswith(head) for magic in (b"RIFF", b"FORM", *(one[1] for one in _READ))):
         return "the beginning of a header"
     # no 64 bytes of 16-bit samples are letters
@@ -93,15 +96,6 @@ def kind_of(head: bytes) -> str:
 def may_be_frames(head: bytes) -> bool:
     """Whether it begins as a frame of mp3 or aac, which 16-bit samples may do as well."""
     return len(head) > 3 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0
-
-
-def _kind_of_frames(head: bytes) -> str:
-    for kind, length_of in (("mp3", mp3_frame_bytes), ("aac", _aac_frame_bytes)):
-        length = length_of(head)
-        following = head[length:length + 6] if length else b""
-        if length and (len(head) <= length or length_of(following)):
-            return kind
-    return ""
 
 
 def mp3_frame_bytes(header: bytes) -> int:
@@ -146,11 +140,9 @@ def lengths(name: str, file: BinaryIO, kind: str) -> dict[int, bytes]:
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    if kind in ("ogg", "mp3"):
-        missing = _ogg_is_cut(file, size) if kind == "ogg" else _mp3_is_cut(file, size)
-        if missing:
-            raise DataError(f"{name} is truncated: {missing}; copy it again.")
-        return {}
+    missing = _ogg_is_cut(file, size) if kind == "ogg" else _mp3_is_cut(file, size) if kind == "mp3" else ""
+    if missing:
+        raise DataError(f"{name} is truncated: {missing}; copy it again.")
     found = find_samples(file, kind)
     if found is None:
         return {}
@@ -176,9 +168,9 @@ def find_samples(file: Source, kind: str) -> Samples | None:
         return Samples(begin, _known(file, length), (8, 4), order)
     if kind == "sphere":
         return _of_sphere(file)
-    wanted = {"aiff": b"SSND", "w64": b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0O\x8e\xdb\x8a"}.get(kind, b"data")
     if kind not in ("wav", "rf64", "w64", "aiff", "caf"):
         return None
+    wanted = {"aiff": b"SSND", "w64": b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0O\x8e\xdb\x8a"}.get(kind, b"data")
     field, length_64 = (0, 0), 0
     for name, length, width, order, begin in _chunks(file, kind):
         if name == b"ds64":
@@ -213,13 +205,7 @@ class Encoding:
 
 def wav_encoding(file: Source) -> Encoding | None:
     """Read the encoding of a wav; None for other encodings than integers and floating point."""
-    for name, length, *_ in _chunks(file, "wav"):
-        if name == b"fmt ":
-            return _encoding(file.read(min(length, 40)))
-    return None
-
-
-def _encoding(fmt: bytes) -> Encoding | None:
+    fmt = next((file.read(min(length, 40)) for name, length, *_ in _chunks(file, "wav") if name == b"fmt "), b"")
     if len(fmt) < 16:
         return None
     code, channels, rate_hz, _, frame_bytes, bits = struct.unpack("<HHIIHH", fmt[:16])
@@ -298,30 +284,19 @@ def _mp3_is_cut(file: BinaryIO, size: int) -> str:
     at = max(frame.find(b"Xing"), frame.find(b"Info"))
     # flags: 1 number of frames, 2 number of bytes
     if at < 0 or not mp3_frame_bytes(frame) or len(frame) < at + 16 or not frame[at + 7] & 2:
-        return _last_frame_is_cut(file, begin, size)
+        # without a number of bytes, the frames are followed; something else may come after them
+        file.seek(begin)
+        while begin <= size and (length := mp3_frame_bytes(file.read(4))):
+            begin += length
+            file.seek(begin)
+        return "its last frame is incomplete" if begin > size else ""
     position = at + 8 + 4 * (frame[at + 7] & 1)
     promised = int.from_bytes(frame[position:position + 4], "big")
     return f"{size - begin} of the {promised} bytes in its header" if size - begin < promised else ""
 
 
-def _last_frame_is_cut(file: BinaryIO, begin: int, size: int) -> str:
-    """Follow the frames of an mp3 without a number of bytes; something else may follow them."""
-    file.seek(begin)
-    while length := mp3_frame_bytes(file.read(4)):
-        begin += length
-        if begin > size:
-            return "its last frame is incomplete"
-        file.seek(begin)
-    return ""
-
-
 class Patched:
-    """A file with other bytes at some positions, for a library that reads from it.
-
-    Args:
-        file: the file.
-        patches: position -> bytes.
-    """
+    """A file with other bytes at some positions, for a library that reads from it."""
 
     def __init__(self, file: BinaryIO, patches: dict[int, bytes]) -> None:
         self._file, self._patches = file, patches

@@ -24,13 +24,7 @@ from ngsgd.sequence.unit_ngram import ClassOf, UnitFrames, unit_ngram
 
 def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
               prior_P: npt.NDArray[np.float64]) -> Denominator:
-    """Build the denominator of a run.
-
-    Args:
-        corpus: the speech.
-        objective: the section `objective`.
-        decode: the section `decode`.
-        prior_P: priors of the initial model, or uniform ones.
+    """Build the denominator of a run, with priors of the initial model, or uniform ones.
 
     Raises:
         ConfigError: the objective needs phones, and the states are tied.
@@ -41,13 +35,16 @@ def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
         if objective.chunk_frames:
             graph = graph.anywhere(with_start=objective.denominator == "phones")
     else:
-        graph = of_decoding_graph(evaluation.build_graph(language, decode))
+        # a sum over words; costs become log weights, unscaled
+        words = evaluation.build_graph(language, decode)
+        arcs = (StateArc(arc.source, arc.target, arc.input - 1 if arc.input else NOTHING, -arc.cost)
+                for arc in graphs.arcs(words))
+        graph = from_arcs(arcs, start=words.fst.start, log_final=graphs.log_finals(words))
     state_P = np.array(language.phone_states() or range(language.num_pdfs))
     is_tied_by_graph = not language.tree and language.num_pdfs != language.topology.num_pdfs
     if objective.kind in ("mpe", "bmmi") and is_tied_by_graph:
-        raise ConfigError(f"objective.kind is {objective.kind}, which needs the phone of every HMM "
-                          "state, but the graph of the data ties states; choose mmi, smbr or "
-                          "lfmmi.")
+        raise ConfigError(f"objective.kind is {objective.kind}, which needs the phone of every HMM state, "
+                          "but the graph of the data ties states; choose mmi, smbr or lfmmi.")
     is_silence_P = np.zeros(language.num_pdfs, np.bool_)
     is_silence_P[list(language.topology.silence_pdfs)] = True
     return Denominator(graph, np.log(prior_P), phones(language.topology, language.num_pdfs)[state_P], is_silence_P)
@@ -55,11 +52,6 @@ def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
 
 def of_labels(labels: Sequence[PdfIds], language: Language, objective: ObjectiveConfig) -> StateGraph:
     """Estimate the n-gram model of states or phones from the labels of frames that have outputs.
-
-    Args:
-        labels: class of every frame, for each training utterance.
-        language: phones of the classes.
-        objective: the section `objective`.
 
     Raises:
         ConfigError: the objective needs single phones or left biphones, and has others.
@@ -70,7 +62,10 @@ def of_labels(labels: Sequence[PdfIds], language: Language, objective: Objective
                            objective.ngram_order)
     class_of = _class_of(language)
     state_P = np.array(language.phone_states() or range(language.num_pdfs), np.int32)
-    frames = [_unit_frames(state_P[pdf_T], language.topology) for pdf_T in labels]
+    frames = []
+    for pdf_T in labels:
+        phone_T, state_T = phones_and_states(state_P[pdf_T], language.topology.num_silence_states)
+        frames.append(UnitFrames(begins_of_phones(phone_T, state_T).cumsum(), phone_T, state_T))
     return unit_ngram((one.every(step, first) for first in range(step) for one in frames),
                       objective.ngram_order, class_of)
 
@@ -91,18 +86,6 @@ def _class_of(language: Language) -> ClassOf:
     return lambda _left, phone, state: pdfs[phone - 1][state]
 
 
-def _unit_frames(pdf_T: PdfIds, topology: Topology) -> UnitFrames:
-    phone_T, state_T = phones_and_states(pdf_T, topology.num_silence_states)
-    return UnitFrames(begins_of_phones(phone_T, state_T).cumsum(), phone_T, state_T)
-
-
 def phones(topology: Topology, num_pdfs: int) -> npt.NDArray[np.int64]:
     """Number of the phone of each HMM state; silence is 0."""
     return np.maximum(0, np.arange(num_pdfs) - topology.num_silence_states + STATES_PER_PHONE) // STATES_PER_PHONE
-
-
-def of_decoding_graph(graph: graphs.Graph) -> StateGraph:
-    """Convert a decoding graph to a sum over words; costs become log weights, unscaled."""
-    arcs = (StateArc(arc.source, arc.target, arc.input - 1 if arc.input else NOTHING,
-                     -arc.cost) for arc in graphs.arcs(graph))
-    return from_arcs(arcs, start=graph.fst.start, log_final=graphs.log_finals(graph))

@@ -23,7 +23,7 @@ from ngsgd.asr import recording
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.streaming import StreamingDecoder
-from ngsgd.asr.decode.words import Hypothesis, recognized
+from ngsgd.asr.decode.words import Word, recognized
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
@@ -83,15 +83,11 @@ class Recognizer:
                  lexicon: str | Path | None = None, grammar: str | Path | None = None,
                  scale: float | None = None, penalty: float | None = None) -> None:
         if bundle.features.kind == "given":
-            raise DataError(
-                f"{bundle.path} was trained on precomputed features (features.kind=given), so it "
-                "cannot process audio; train a model on recordings (features.kind=fbank or mfcc)."
-            )
-        if bundle.features.cmvn == "online" and bundle.all_speech is None:
-            raise DataError(
-                f"{bundle.path} has no statistics of its training speech, which "
-                "features.cmvn=online needs; export it again."
-            )
+            raise DataError(f"{bundle.path} was trained on precomputed features (features.kind=given), so "
+                            "it cannot process audio; train a model on recordings (features.kind=fbank or "
+                            "mfcc).")
+        if bundle.features.cmvn == "online":
+            _ = bundle.statistics
         files = (None if path is None else Path(path) for path in (lexicon, words, lm, grammar))
         self.bundle = bundle.with_words(Vocabulary(*files), scale=scale, penalty=penalty)
 
@@ -123,13 +119,8 @@ class Recognizer:
         """Sampling rate of the model in Hz; other audio is resampled by soxr."""
         return self.bundle.features.sample_rate_hz
 
-    def transcribe(
-        self,
-        audio: str | Path | npt.ArrayLike | Recording,
-        sample_rate_hz: int | None = None,
-        *,
-        num_best: int = 1,
-    ) -> Transcript:
+    def transcribe(self, audio: str | Path | npt.ArrayLike | Recording,
+                   sample_rate_hz: int | None = None, *, num_best: int = 1) -> Transcript:
         """Recognize a complete recording.
 
         Args:
@@ -150,18 +141,14 @@ class Recognizer:
         _check_num_best(num_best)
         if isinstance(audio, (str, Path)):
             if sample_rate_hz is not None:
-                raise DataError(
-                    f"sample_rate_hz was given with the file {audio}, whose header specifies it; "
-                    "omit sample_rate_hz."
-                )
+                raise DataError(f"sample_rate_hz was given with the file {audio}, whose header specifies "
+                                "it; omit sample_rate_hz.")
             with recording.opened(Path(audio)) as source:
                 return self.transcribe(source, num_best=num_best)
         if not isinstance(audio, Recording):
             audio = self._recording(audio, sample_rate_hz)
-        channels = [
-            _Channel(self, number, audio.sample_rate_hz, num_best)
-            for number in range(1, audio.num_channels + 1)
-        ]
+        channels = [_Channel(self, number, audio.sample_rate_hz, num_best)
+                    for number in range(1, audio.num_channels + 1)]
         segments: list[Segment] = []
         num_samples = 0
         for block_NC in audio.blocks():
@@ -170,21 +157,12 @@ class Recognizer:
                 segments += channel.accept(samples_N)
         for channel in channels:
             segments += channel.finish()
-        return Transcript(
-            tuple(sorted(segments, key=lambda one: (one.channel, one.start_s))),
-            num_samples / audio.sample_rate_hz,
-            audio.sample_rate_hz,
-            audio.num_channels,
-        )
+        segments.sort(key=lambda one: (one.channel, one.start_s))
+        rate_hz = audio.sample_rate_hz
+        return Transcript(tuple(segments), num_samples / rate_hz, rate_hz, audio.num_channels)
 
-    def stream(
-        self,
-        chunks: Iterable[npt.ArrayLike],
-        sample_rate_hz: int | None = None,
-        *,
-        num_best: int = 1,
-        partial: bool = True,
-    ) -> Iterator[Partial | Segment]:
+    def stream(self, chunks: Iterable[npt.ArrayLike], sample_rate_hz: int | None = None, *,
+               num_best: int = 1, partial: bool = True) -> Iterator[Partial | Segment]:
         """Recognize live speech.
 
         Every segment of speech ends with a `Segment`, whose words are those of `transcribe` for the
@@ -220,10 +198,8 @@ class Recognizer:
                 recording.check_peak_of_32_bits(peak, "the stream")
             samples_N = recording.scaled(chunk_N, "the stream")
             if samples_N.ndim != 1:
-                raise DataError(
-                    f"a chunk of the stream has the shape {samples_N.shape}; pass the samples of "
-                    "one channel."
-                )
+                raise DataError(f"a chunk of the stream has the shape {samples_N.shape}; pass the samples "
+                                "of one channel.")
             yield from channel.accept(samples_N)
             if drafts is not None and (draft := drafts.update(channel)) is not None:
                 yield draft
@@ -242,18 +218,12 @@ class Recognizer:
     def _recording(self, audio: npt.ArrayLike, sample_rate_hz: int | None) -> Recording:
         samples = _array(audio, "the array")
         if samples.ndim not in (1, 2):
-            raise DataError(
-                f"the samples have the shape {samples.shape}; pass one dimension, or samples and "
-                "channels."
-            )
-        # the shorter dimension is the channels
-        samples_NC = (
-            samples[:, None]
-            if samples.ndim == 1
-            else samples.T
-            if samples.shape[0] < samples.shape[1]
-            else samples
-        )
+            raise DataError(f"the samples have the shape {samples.shape}; pass one dimension, or samples "
+                            "and channels.")
+        samples_NC = samples[:, None] if samples.ndim == 1 else samples
+        if samples.ndim == 2 and samples.shape[0] < samples.shape[1]:
+            # the shorter dimension is the channels
+            samples_NC = samples.T
         rate_hz = self._rate(sample_rate_hz)
         recording.check_rate("the array", rate_hz, samples_NC.shape[1])
         recording.check_peak_of_32_bits(recording.peak_of_32_bits(samples_NC), "the array")
@@ -271,9 +241,7 @@ class Recognizer:
 class _Channel:
     """One channel: resampling, segmentation, and recognition of each segment."""
 
-    def __init__(
-        self, recognizer: Recognizer, number: int, sample_rate_hz: int, num_best: int
-    ) -> None:
+    def __init__(self, recognizer: Recognizer, number: int, sample_rate_hz: int, num_best: int) -> None:
         self._bundle, self._number, self._num_best = recognizer.bundle, number, num_best
         self.segmenter = Segmenter(recognizer.sample_rate_hz)
         self._resampler: Resampler | None = None
@@ -301,20 +269,17 @@ class _Channel:
     def _segment(self, stretch: Stretch) -> Segment:
         bundle = self._bundle
         features_TD, side, self.speaker = _front(bundle, stretch.samples, self.speaker)
-        found = recognized(
-            bundle.graph,
-            bundle.log_likelihoods(features_TD, side),
-            bundle.search,
-            lattice_beam=min(bundle.decode.lattice_beam, LATTICE_BEAM),
-            frame_shift_s=FRAME_S,
-            num_best=self._num_best,
-            calibration=bundle.calibration,
-        )
+        found = recognized(bundle.graph, bundle.log_likelihoods(features_TD, side), bundle.search,
+                           lattice_beam=min(bundle.decode.lattice_beam, LATTICE_BEAM),
+                           frame_shift_s=FRAME_S, num_best=self._num_best, calibration=bundle.calibration)
         rate_hz = bundle.features.sample_rate_hz
         start_s, end_s = stretch.first / rate_hz, (stretch.first + len(stretch.samples)) / rate_hz
-        return Segment(
-            self._number, start_s, end_s, tuple(_shifted(one, start_s, end_s) for one in found)
-        )
+
+        def shifted(word: Word) -> Word:
+            return word._replace(start_s=start_s + word.start_s, end_s=min(start_s + word.end_s, end_s))
+
+        return Segment(self._number, start_s, end_s,
+                       tuple(replace(one, words=tuple(map(shifted, one.words))) for one in found))
 
 
 # Features -----------------------------------------------------------------------------------------
@@ -330,9 +295,8 @@ class _Speaker:
     fmllr: FmllrStats | None = None
 
 
-def _front(
-    bundle: Bundle, samples_N: Samples, before: _Speaker
-) -> tuple[npt.NDArray[np.float32], Side | None, _Speaker]:
+def _front(bundle: Bundle, samples_N: Samples,
+           before: _Speaker) -> tuple[npt.NDArray[np.float32], Side | None, _Speaker]:
     """(normalized features, i-vectors, state for the next segment of the channel)."""
     raw_TD = filterbank.extract(samples_N, bundle.features)
     normal_TD, speaker = _normalized(bundle, raw_TD, before)
@@ -344,22 +308,16 @@ def _front(
     stream = IvectorStream(bundle.ivectors, before.ivectors)
     stream.accept(raw_TD)
     speaker = replace(speaker, ivectors=stream.finish())
-    period = bundle.ivectors.front.config.period
-    return (
-        normal_TD,
-        Side(stream.rows(), (np.arange(len(raw_TD)) // period).astype(np.int32)),
-        speaker,
-    )
+    row_T = (np.arange(len(raw_TD)) // bundle.ivectors.front.config.period).astype(np.int32)
+    return normal_TD, Side(stream.rows(), row_T), speaker
 
 
-def _normalized(
-    bundle: Bundle, raw_TD: npt.NDArray[np.float32], before: _Speaker
-) -> tuple[npt.NDArray[np.float32], _Speaker]:
+def _normalized(bundle: Bundle, raw_TD: npt.NDArray[np.float32],
+                before: _Speaker) -> tuple[npt.NDArray[np.float32], _Speaker]:
     kind = bundle.features.cmvn
     if kind == "online":
-        assert bundle.all_speech is not None
-        mean = OnlineMean(bundle.all_speech, before.mean)
-        deviation_D = cmvn.mean_and_deviation(bundle.all_speech)[1]
+        mean = OnlineMean(bundle.statistics, before.mean)
+        deviation_D = cmvn.mean_and_deviation(bundle.statistics)[1]
         normal_TD = ((raw_TD - mean.accept(raw_TD)) / deviation_D).astype(np.float32)
         return normal_TD, replace(before, mean=mean.heard())
     if kind == "speaker":
@@ -392,9 +350,8 @@ class _Drafts:
         if words == self._words:
             return None
         self._words, rate_hz = words, self._bundle.features.sample_rate_hz
-        return Partial(
-            words, stretch.first / rate_hz, (stretch.first + len(stretch.samples)) / rate_hz
-        )
+        end = stretch.first + len(stretch.samples)
+        return Partial(words, stretch.first / rate_hz, end / rate_hz)
 
 
 class _Draft:
@@ -404,62 +361,37 @@ class _Draft:
         self.first, self._num_samples, self._num_frames = first, 0, 0
         self._features = filterbank.stream(bundle.features)
         self._rate_hz = bundle.features.sample_rate_hz
-        self._mean = (
-            None if bundle.all_speech is None else OnlineMean(bundle.all_speech, speaker.mean)
-        )
-        self._deviation_D = (
-            None if bundle.all_speech is None else cmvn.mean_and_deviation(bundle.all_speech)[1]
-        )
-        self._ivectors = (
-            IvectorStream(bundle.ivectors, speaker.ivectors) if bundle.ivectors else None
-        )
+        self._mean: OnlineMean | None = None
+        if bundle.all_speech is not None:
+            self._mean = OnlineMean(bundle.all_speech, speaker.mean)
+            self._deviation_D = cmvn.mean_and_deviation(bundle.all_speech)[1]
+        self._ivectors = IvectorStream(bundle.ivectors, speaker.ivectors) if bundle.ivectors else None
         self._decoder = StreamingDecoder(
-            bundle.graph,
-            bundle.scores,
-            bundle.search,
-            left_context=bundle.window.left_context,
-            right_context=bundle.window.right_context,
-            side=self._ivectors,
-        )
+            bundle.graph, bundle.scores, bundle.search, left_context=bundle.window.left_context,
+            right_context=bundle.window.right_context, side=self._ivectors)
 
     def words(self, samples_N: Samples) -> tuple[str, ...]:
         """Return the words so far; `samples_N` are all samples of the segment."""
         self._features.accept_waveform(self._rate_hz, samples_N[self._num_samples :])
         self._num_samples = len(samples_N)
-        frames = [
-            self._features.get_frame(t)
-            for t in range(self._num_frames, self._features.num_frames_ready)
-        ]
-        if frames:
-            self._num_frames += len(frames)
-            self._accept(np.stack(frames))
+        ready = range(self._num_frames, self._features.num_frames_ready)
+        if ready:
+            self._num_frames += len(ready)
+            normal_TD = raw_TD = np.stack([self._features.get_frame(t) for t in ready])
+            if self._ivectors is not None:
+                self._ivectors.accept(raw_TD)
+            if self._mean is not None:
+                mean_TD = self._mean.accept(raw_TD)
+                normal_TD = ((raw_TD - mean_TD) / self._deviation_D).astype(np.float32)
+            self._decoder.accept(normal_TD)
         return self._decoder.words()
-
-    def _accept(self, raw_TD: npt.NDArray[np.float32]) -> None:
-        if self._ivectors is not None:
-            self._ivectors.accept(raw_TD)
-        normal_TD = raw_TD
-        if self._mean is not None and self._deviation_D is not None:
-            normal_TD = ((raw_TD - self._mean.accept(raw_TD)) / self._deviation_D).astype(
-                np.float32
-            )
-        self._decoder.accept(normal_TD)
-
-
-def _shifted(found: Hypothesis, start_s: float, end_s: float) -> Hypothesis:
-    words = tuple(
-        word._replace(start_s=start_s + word.start_s, end_s=min(start_s + word.end_s, end_s))
-        for word in found.words
-    )
-    return replace(found, words=words)
 
 
 def _array(audio: npt.ArrayLike | Sequence[float], name: str) -> npt.NDArray[Any]:
     """Convert a list, an array or a torch tensor to a NumPy array."""
     if isinstance(audio, (bytes, bytearray)) or (isinstance(audio, memoryview) and audio.itemsize == 1):
-        raise DataError(
-            f"{name} consists of bytes, whose type is unknown; pass numpy.frombuffer(audio, 'int16') for raw samples of 16 bits."
-        )
+        raise DataError(f"{name} consists of bytes, whose type is unknown; pass numpy.frombuffer(audio, "
+                        "'int16') for raw samples of 16 bits.")
     try:
         if isinstance(audio, torch.Tensor):
             tensor = audio.detach().cpu()

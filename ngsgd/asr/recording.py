@@ -28,23 +28,8 @@ Samples = npt.NDArray[np.float32]
 # scale of 16-bit samples, as in Kaldi
 FULL_SCALE = 32768.0
 # file suffixes that a folder is searched for
-SUFFIXES = (
-    ".wav",
-    ".flac",
-    ".ogg",
-    ".oga",
-    ".opus",
-    ".mp3",
-    ".aif",
-    ".aiff",
-    ".au",
-    ".snd",
-    ".sph",
-    ".nist",
-    ".caf",
-    ".w64",
-    ".rf64",
-)
+SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".snd", ".sph", ".nist",
+            ".caf", ".w64", ".rf64")
 LOWEST_RATE_HZ, HIGHEST_RATE_HZ, MAX_CHANNELS = 2000, 768_000, 64
 # floating-point samples reach 1.0; a slightly higher peak is a loud recording, not another unit
 _LOUDEST = 8.0
@@ -102,10 +87,6 @@ def opened(path: Path) -> Iterator[Recording]:
 class AudioFile:
     """An open audio file, whose length is compared with its header.
 
-    Args:
-        name: for messages.
-        file: its content; it stays open as long as this object.
-
     Attributes:
         name: as given; it may be changed.
         sample_rate_hz: sampling rate.
@@ -145,12 +126,7 @@ class AudioFile:
 
     @classmethod
     def open(cls, path: Path, name: str = "") -> AudioFile:
-        """Open a file by its path.
-
-        Args:
-            path: the file.
-            name: for messages. Default: the path.
-        """
+        """Open a file by its path, which is also its default name in messages."""
         name = name or str(path)
         if not path.exists():
             raise DataError(f"{name} does not exist; correct the path.")
@@ -171,8 +147,11 @@ class AudioFile:
         except _UNREADABLE as error:
             raise self._error(error) from error
         self._num_read += len(block_NC)
-        if not len(block_NC):
-            self._check_end()
+        if not len(block_NC) and not self._num_read:
+            raise DataError(f"{self.name} contains no samples; replace or remove it.")
+        if not len(block_NC) and self.num_samples is not None and self._num_read < self.num_samples:
+            raise DataError(f"{self.name} is truncated: {self._num_read} of the {self.num_samples} samples "
+                            "in its header; copy it again.")
         return block_NC
 
     def part(self, first: int, end: int) -> Samples:
@@ -191,23 +170,10 @@ class AudioFile:
         self._audio.close()
         self._file.close()
 
-    def _check_end(self) -> None:
-        if not self._num_read:
-            raise DataError(f"{self.name} contains no samples; replace or remove it.")
-        if self.num_samples is not None and self._num_read < self.num_samples:
-            raise DataError(
-                f"{self.name} is truncated: {self._num_read} of the {self.num_samples} samples "
-                "in its header; copy it again."
-            )
-
     def _error(self, error: Exception) -> DataError:
-        reason = (
-            str(getattr(error, "strerror", None) or error).rpartition(": ")[2].strip().rstrip(".")
-        )
-        return DataError(
-            f"{self.name} cannot be read as audio ({reason or type(error).__name__}); replace it, "
-            "or convert it to wav."
-        )
+        reason = str(getattr(error, "strerror", None) or error).rpartition(": ")[2].strip().rstrip(".")
+        return DataError(f"{self.name} cannot be read as audio ({reason or type(error).__name__}); replace "
+                         "it, or convert it to wav.")
 
 
 def read_mono(name: str, file: BinaryIO) -> tuple[Samples, int]:
@@ -251,26 +217,20 @@ def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
     if kind == "u" and width == 1:
         return (samples.astype(np.float32) - 128.0) * 256.0
     if kind == "i" and width <= 4:
-        return np.asarray(
-            samples.astype(np.float32) * np.float32(FULL_SCALE / 2.0 ** (8 * width - 1))
-        )
+        scale = np.float32(FULL_SCALE / 2.0 ** (8 * width - 1))
+        return np.asarray(samples.astype(np.float32) * scale)
     if kind in "iu":
-        raise DataError(
-            f"{name} has samples of the type {samples.dtype}, which no audio has, so their scale is unknown (a list of integers "
-            "has it, too); convert samples of 16 bits by numpy.asarray(samples, 'int16')."
-        )
+        raise DataError(f"{name} has samples of the type {samples.dtype}, which no audio has, so their "
+                        "scale is unknown (a list of integers has it, too); convert samples of 16 bits by "
+                        "numpy.asarray(samples, 'int16').")
     if kind != "f":
-        raise DataError(
-            f"{name} has samples of the type {samples.dtype}; pass integers or floating-point "
-            "numbers."
-        )
+        raise DataError(f"{name} has samples of the type {samples.dtype}; pass integers or floating-point "
+                        "numbers.")
     peak = float(np.abs(samples).max(initial=0.0))
     # also false for NaN
     if not peak <= _LOUDEST:
-        raise DataError(
-            f"{name} has floating-point samples up to {peak:g}; they must be finite and within -1 "
-            f"to 1: divide samples of 16-bit scale by {FULL_SCALE:g}, or replace the recording."
-        )
+        raise DataError(f"{name} has floating-point samples up to {peak:g}; they must be finite and within "
+                        f"-1 to 1: divide samples of 16-bit scale by {FULL_SCALE:g}, or replace the recording.")
     return np.asarray(samples * FULL_SCALE, dtype=np.float32)
 
 
@@ -284,34 +244,23 @@ def peak_of_32_bits(samples: npt.NDArray[Any]) -> int:
 def check_peak_of_32_bits(peak: int, name: str) -> None:
     """Raise DataError for 16-bit samples in integers of 32 bits."""
     if 0 < peak < _QUIETEST_OF_32_BITS:
-        raise DataError(
-            f"{name} has 32-bit integers with a peak of {peak}, below the lowest bit of 16-bit audio; convert samples of 16 bits "
-            "by numpy.asarray(samples, 'int16')."
-        )
+        raise DataError(f"{name} has 32-bit integers with a peak of {peak}, below the lowest bit of 16-bit "
+                        "audio; convert samples of 16 bits by numpy.asarray(samples, 'int16').")
 
 
 def check_rate(name: str, sample_rate_hz: int, num_channels: int = 1) -> None:
     """Raise DataError for an implausible sampling rate or number of channels."""
-    if (
-        not LOWEST_RATE_HZ <= sample_rate_hz <= HIGHEST_RATE_HZ
-        or not 1 <= num_channels <= MAX_CHANNELS
-    ):
-        raise DataError(
-            f"{name} has {num_channels} channels at {sample_rate_hz} Hz; use 1 to {MAX_CHANNELS} "
-            f"channels at {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz."
-        )
+    is_rate = LOWEST_RATE_HZ <= sample_rate_hz <= HIGHEST_RATE_HZ
+    if not is_rate or not 1 <= num_channels <= MAX_CHANNELS:
+        raise DataError(f"{name} has {num_channels} channels at {sample_rate_hz} Hz; use 1 to {MAX_CHANNELS} "
+                        f"channels at {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz.")
 
 
 # Rates --------------------------------------------------------------------------------------------
 
 
 class Resampler:
-    """Changes the sampling rate of one channel, block by block.
-
-    Args:
-        from_hz: rate of the samples.
-        to_hz: rate of the result.
-    """
+    """Changes the sampling rate of one channel, block by block."""
 
     def __init__(self, from_hz: int, to_hz: int) -> None:
         soxr: Any = extras.load("soxr", extra="asr", purpose="Resampling")
@@ -319,9 +268,7 @@ class Resampler:
 
     def accept(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
         """Return the samples that are complete; after the last ones, all."""
-        return np.asarray(
-            self._stream.resample_chunk(np.ascontiguousarray(samples_N), last=is_last)
-        )
+        return np.asarray(self._stream.resample_chunk(np.ascontiguousarray(samples_N), last=is_last))
 
 
 # Streams ------------------------------------------------------------------------------------------
@@ -333,11 +280,8 @@ def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
     """Read a recording from a pipe: a file of a supported format, or raw samples.
 
     A wav of integers or floating-point numbers is read while it comes. Other formats are copied to
-    a temporary file first. Without a header, samples are of one channel and 16 bits, little-endian.
-
-    Args:
-        stream: for example `sys.stdin.buffer`.
-        raw_rate_hz: sampling rate of samples without a header.
+    a temporary file first. Without a header, samples are of one channel and 16 bits, little-endian,
+    at `raw_rate_hz`.
 
     Raises:
         DataError: the format is not supported, or the header is damaged or incomplete.
@@ -351,7 +295,10 @@ def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
         return Recording("-", raw_rate_hz, 1, lambda size: _numbers(source.read(2 * size), "<i2", 1))
     containers.require_readable(_STREAM, kind)
     live = _live_wav(source) if kind == "wav" and head[:4] == b"RIFF" else None
-    return live or _copied(source)
+    if live:
+        return live
+    audio = AudioFile(_STREAM, source.copied())
+    return Recording(_STREAM, audio.sample_rate_hz, audio.num_channels, audio.read)
 
 
 class _Stream:
@@ -392,23 +339,17 @@ class _Stream:
         """Keep no more bytes."""
         self._is_kept = False
 
-    def copy_to(self, file: BinaryIO) -> None:
-        """Write all bytes from the beginning."""
-        file.write(self._seen)
-        shutil.copyfileobj(self._stream, file)
-
-
-def _copied(source: _Stream) -> Recording:
-    """Open a copy of the stream in an unnamed temporary file."""
-    copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the recording
-    try:
-        source.copy_to(copy)
-        copy.seek(0)
-    except OSError as error:
-        raise DataError(f"{_STREAM} cannot be copied to a temporary file ({error.strerror or error}); free disk space, or set "
-                        "TMPDIR to another folder.") from error
-    audio = AudioFile(_STREAM, copy)
-    return Recording(_STREAM, audio.sample_rate_hz, audio.num_channels, audio.read)
+    def copied(self) -> BinaryIO:
+        """Return all bytes from the beginning in an unnamed temporary file."""
+        copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the recording
+        try:
+            copy.write(self._seen)
+            shutil.copyfileobj(self._stream, copy)
+            copy.seek(0)
+        except OSError as error:
+            raise DataError(f"{_STREAM} cannot be copied to a temporary file ({error.strerror or error}); "
+                            "free disk space, or set TMPDIR to another folder.") from error
+        return copy
 
 
 def _live_wav(source: _Stream) -> Recording | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +55,8 @@ class Segmenter:
     def __init__(self, sample_rate_hz: int) -> None:
         self._frame = round(_FRAME_S * sample_rate_hz)
         self._vad_rate_hz = sample_rate_hz if sample_rate_hz in _RATES_HZ else _RATES_HZ[1]
-        self._vad: Any = extras.load(
-            "webrtcvad", extra="asr", purpose="Finding speech in recordings"
-        ).Vad(_LOSES_LEAST)
+        webrtcvad = extras.load("webrtcvad", extra="asr", purpose="Finding speech in recordings")
+        self._vad = webrtcvad.Vad(_LOSES_LEAST)
         # frames of the current segment, followed by an incomplete frame
         self._frames: list[Samples] = []
         self._is_speech: list[bool] = []
@@ -89,7 +87,9 @@ class Segmenter:
                 self._remove(end)
                 if is_speech:
                     yield stretch
-                self._skip_silence()
+                # silence up to the beginning of the next segment is skipped
+                if self._pause() == len(self._frames) > _KEPT:
+                    self._remove(len(self._frames) - _KEPT)
 
     def finish(self) -> Stretch | None:
         """Return the last segment if it contains speech."""
@@ -102,9 +102,8 @@ class Segmenter:
     def _detect(self, frame: Samples) -> bool:
         size = round(_FRAME_S * self._vad_rate_hz)
         if len(frame) != size:
-            frame = np.interp(
-                np.linspace(0, len(frame) - 1, size), np.arange(len(frame)), frame
-            ).astype(np.float32)
+            at = np.linspace(0, len(frame) - 1, size)
+            frame = np.interp(at, np.arange(len(frame)), frame).astype(np.float32)
         pcm = np.clip(frame, -32768, 32767).astype("<i2").tobytes()
         is_speech = bool(self._vad.is_speech(pcm, self._vad_rate_hz))
         self._num_detected += 1
@@ -123,7 +122,12 @@ class Segmenter:
             return length - pause + _KEPT
         if length >= _ENOUGH and pause >= _SHORT_PAUSE:
             return length - pause // 2
-        return self._quietest() if length >= _MOST else None
+        if length < _MOST:
+            return None
+        # at the quietest point
+        power_F = np.array([np.square(frame, dtype=np.float64).mean() for frame in self._frames[-_SEARCHED:]])
+        smooth = np.convolve(power_F, np.ones(_QUIET), mode="valid")
+        return length - len(power_F) + int(smooth.argmin()) + _QUIET // 2
 
     def _pause(self) -> int:
         """Frames without speech at the end."""
@@ -132,18 +136,6 @@ class Segmenter:
             pause += 1
         return pause
 
-    def _quietest(self) -> int:
-        power_F = np.array(
-            [np.square(frame, dtype=np.float64).mean() for frame in self._frames[-_SEARCHED:]]
-        )
-        smooth = np.convolve(power_F, np.ones(_QUIET), mode="valid")
-        return len(self._frames) - len(power_F) + int(smooth.argmin()) + _QUIET // 2
-
     def _remove(self, num_frames: int) -> None:
         self._first += num_frames * self._frame
         del self._frames[:num_frames], self._is_speech[:num_frames]
-
-    def _skip_silence(self) -> None:
-        """Skip silence after a segment, up to the beginning of the next one."""
-        if self._pause() == len(self._frames) > _KEPT:
-            self._remove(len(self._frames) - _KEPT)

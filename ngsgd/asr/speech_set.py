@@ -41,10 +41,6 @@ class SpeechSet:
                             "again.")
 
     @property
-    def num_words(self) -> int:
-        return sum(map(len, self.texts))
-
-    @property
     def is_aligned(self) -> bool:
         """Whether the state of every frame is known."""
         return not any((block_T == UNALIGNED).any() for block_T in mapped.blocks(self.frames.pdf_T))
@@ -65,9 +61,11 @@ class SpeechSet:
         rows = slice(*self.frames.offsets[utterance:utterance + 2])
         if self.raw_TD is not None:
             return self.raw_TD[rows]
-        assert self.cmvn is not None, "a set of `only` has no features before normalization"
+        assert self.cmvn is not None
         features_TD = self.frames.features_TD[rows]
-        return cmvn.restored(features_TD, self.cmvn.stats[self.cmvn.unit_of[utterance]]) if self.cmvn.stats else features_TD
+        if not self.cmvn.stats:
+            return features_TD
+        return cmvn.restored(features_TD, self.cmvn.stats[self.cmvn.unit_of[utterance]])
 
     def only(self, utterance: int) -> SpeechSet:
         """Return a set of one utterance in memory, without statistics."""
@@ -115,9 +113,14 @@ def build(utterances: Iterable[Utterance], config: FeatureConfig) -> SpeechSet:
 
 def frame(utterance: Utterance, config: FeatureConfig) -> FramedUtterance:
     """Return the features of the utterance, with its labels."""
-    _check_length(utterance, config)
-    return FramedUtterance(utterance.utt_id, utterance.speaker, utterance.words, filterbank.extract(utterance.samples, config),
-                           utterance.pdf_T)
+    expected = num_frames(len(utterance.samples), config.sample_rate_hz)
+    if len(utterance.pdf_T) != expected:
+        seconds = len(utterance.samples) / config.sample_rate_hz
+        raise DataError(f"Utterance {utterance.utt_id} has {len(utterance.pdf_T)} labels for "
+                        f"{expected} frames ({seconds:.2f} s); its alignment belongs to other "
+                        "audio: align it again.")
+    features_TD = filterbank.extract(utterance.samples, config)
+    return FramedUtterance(utterance.utt_id, utterance.speaker, utterance.words, features_TD, utterance.pdf_T)
 
 
 def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given: CmvnStats | None = None) -> SpeechSet:
@@ -134,7 +137,7 @@ def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given
     else:
         normal = filterbank.normalize(raw, speakers, config)
         if config.cmvn in ("utterance", "speaker"):
-            units = cmvn.units(raw, utt_ids if config.cmvn == "utterance" else speakers)
+            units = cmvn.units(map(cmvn.statistics, raw), utt_ids if config.cmvn == "utterance" else tuple(speakers))
     offsets = np.cumsum([0, *map(len, raw)], dtype=np.int64)
     frames = FrameSet(features_TD=np.concatenate(normal), pdf_T=np.concatenate([one.pdf_T for one in utterances]),
                       offsets=offsets, utt_ids=utt_ids)
@@ -161,12 +164,3 @@ def online_normalized(features: Iterable[Features], speakers: Sequence[str],
         stream = cmvn.OnlineMean(all_speech, heard.get(speaker))
         yield ((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32)
         heard[speaker] = stream.heard()
-
-
-def _check_length(utterance: Utterance, config: FeatureConfig) -> None:
-    expected = num_frames(len(utterance.samples), config.sample_rate_hz)
-    if len(utterance.pdf_T) != expected:
-        seconds = len(utterance.samples) / config.sample_rate_hz
-        raise DataError(f"Utterance {utterance.utt_id} has {len(utterance.pdf_T)} labels for "
-                        f"{expected} frames ({seconds:.2f} s); its alignment belongs to other "
-                        "audio: align it again.")

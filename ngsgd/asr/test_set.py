@@ -46,74 +46,47 @@ class ScoredSet:
 def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> ScoredSet:
     """Read a folder, compute features as in training, and score them.
 
-    Args:
-        bundle: the model.
-        folder: the data.
-        find_path: first pass of speaker adaptation. Default: that of the model.
+    `find_path` is the first pass of speaker adaptation. Default: that of the model.
 
     Raises:
         DataError: files are missing or damaged, or do not match the model.
     """
-    listed = _utterances(folder, given_features=bundle.features.kind == "given")
+    config = bundle.features
+    listed = _utterances(folder, given_features=config.kind == "given")
     if not any(one.words for one in listed):
         raise DataError(f"{folder} has no words in its transcripts, so the WER is undefined; choose a set with speech.")
-    speech = _speech(bundle, listed, folder)
+    if config.kind == "given":
+        framed = list(data_dir.given(listed, folder))
+        dim = framed[0].features_TD.shape[1]
+        given = data_dir.given_cmvn(listed, folder, dim) if config.cmvn == "given" else None
+        speech = speech_set.assemble(framed, config, given)
+    else:
+        speech = speech_set.build(data_dir.spoken(listed, config), config)
+        if config.cmvn == "online":
+            speech = speech_set.normalized_online(speech, bundle.statistics)
     dim = speech.frames.features_TD.shape[1]
     expected = bundle.adaptation.input_dim if bundle.adaptation else bundle.window.feature_dim
     if dim != expected:
-        raise DataError(
-            f"{folder} has {dim} features per frame, but the model expects {expected}; use "
-            "features of the kind that it was trained on."
-        )
-    sides = _sides(bundle, speech)
-    logliks = [
-        bundle.log_likelihoods(np.asarray(x_TD), side)
-        for x_TD, side in zip(_adapted(bundle, speech, find_path), sides, strict=True)
-    ]
-    return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, tuple(logliks))
+        raise DataError(f"{folder} has {dim} features per frame, but the model expects {expected}; use "
+                        "features of the kind that it was trained on.")
+    adapted = zip(_adapted(bundle, speech, find_path), _sides(bundle, speech), strict=True)
+    logliks = tuple(bundle.log_likelihoods(np.asarray(x_TD), side) for x_TD, side in adapted)
+    return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, logliks)
 
 
 def _utterances(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     if not folder.is_dir():
-        raise DataError(
-            f"{folder} is not a folder; use a Kaldi data directory, or a folder with "
-            "recordings.jsonl.gz and supervisions.jsonl.gz of lhotse."
-        )
+        raise DataError(f"{folder} is not a folder; use a Kaldi data directory, or a folder with "
+                        "recordings.jsonl.gz and supervisions.jsonl.gz of lhotse.")
     if (folder / "text").is_file():
         return data_dir.read(folder, given_features=given_features)
     if (found := manifests.read_folder(folder)) is not None:
         if given_features:
-            raise DataError(
-                f"{folder} has recordings, but the model was trained on precomputed features "
-                "(features.kind=given); use a Kaldi data directory with feats.scp."
-            )
+            raise DataError(f"{folder} has recordings, but the model was trained on precomputed features "
+                            "(features.kind=given); use a Kaldi data directory with feats.scp.")
         return found
-    raise DataError(
-        f"{folder} contains neither text of Kaldi nor manifests of lhotse; use a folder with text, "
-        "utt2spk and wav.scp, or with recordings.jsonl.gz and supervisions.jsonl.gz."
-    )
-
-
-def _speech(bundle: Bundle, listed: Sequence[UtteranceEntry], folder: Path) -> SpeechSet:
-    """Return the utterances, normalized as in training."""
-    config = bundle.features
-    if config.kind == "given":
-        framed = list(data_dir.given(listed, folder))
-        dim = framed[0].features_TD.shape[1]
-        return speech_set.assemble(
-            framed,
-            config,
-            data_dir.given_cmvn(listed, folder, dim) if config.cmvn == "given" else None,
-        )
-    speech = speech_set.build(data_dir.spoken(listed, config), config)
-    if config.cmvn != "online":
-        return speech
-    if bundle.all_speech is None:
-        raise DataError(
-            f"{bundle.path} has no statistics of its training speech, which features.cmvn=online "
-            "needs; export it again."
-        )
-    return speech_set.normalized_online(speech, bundle.all_speech)
+    raise DataError(f"{folder} contains neither text of Kaldi nor manifests of lhotse; use a folder with "
+                    "text, utt2spk and wav.scp, or with recordings.jsonl.gz and supervisions.jsonl.gz.")
 
 
 def _adapted(bundle: Bundle, speech: SpeechSet,
@@ -136,10 +109,6 @@ def _sides(bundle: Bundle, speech: SpeechSet) -> list[Side | None]:
     if bundle.ivectors is None:
         return [None] * len(speech.texts)
     period = bundle.ivectors.front.config.period
-    lengths = np.diff(speech.frames.offsets)
-    return [
-        Side(rows_RS, (np.arange(length) // period).astype(np.int32))
-        for rows_RS, length in zip(
-            extract(speech, bundle.ivectors, most_utterances=0), lengths, strict=True
-        )
-    ]
+    rows = extract(speech, bundle.ivectors, most_utterances=0)
+    return [Side(rows_RS, (np.arange(length) // period).astype(np.int32))
+            for rows_RS, length in zip(rows, np.diff(speech.frames.offsets), strict=True)]

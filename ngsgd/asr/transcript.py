@@ -97,13 +97,9 @@ class Transcript:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: all hypotheses of each segment, with word times and confidences."""
-        return {
-            "text": self.text,
-            "duration_s": round(self.duration_s, 3),
-            "sample_rate_hz": self.sample_rate_hz,
-            "num_channels": self.num_channels,
-            "segments": [_segment_json(segment) for segment in self.segments],
-        }
+        return {"text": self.text, "duration_s": round(self.duration_s, 3),
+                "sample_rate_hz": self.sample_rate_hz, "num_channels": self.num_channels,
+                "segments": [_segment_json(segment) for segment in self.segments]}
 
 
 def as_text(transcript: Transcript, name: str = "") -> str:
@@ -114,8 +110,11 @@ def as_text(transcript: Transcript, name: str = "") -> str:
     lines = []
     for segment in transcript.segments:
         label = f"{name} [{segment.channel}]".strip() if transcript.num_channels > 1 else name
-        lines += [f"{label and f'{label}: '}{text}" for text in _texts(segment)]
-    return "".join(f"{line}\n" for line in lines)
+        # the best text, followed by the others with their rank
+        texts = [" ".join(word.word for word in one.words) for one in segment.hypotheses]
+        ranked = texts if len(texts) == 1 else [f"{rank} {text}" for rank, text in enumerate(texts, start=1)]
+        lines += [f"{label and f'{label}: '}{text}\n" for text in ranked if any(texts)]
+    return "".join(lines)
 
 
 def as_json(transcript: Transcript, name: str = "") -> str:
@@ -129,12 +128,9 @@ def as_ctm(transcript: Transcript, name: str = "") -> str:
     Spaces in the name become underscores.
     """
     name = "_".join(name.split()) or "-"
-    return "".join(
-        f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} "
-        f"{word.confidence:.3f}\n"
-        for segment in transcript.segments
-        for word in segment.words
-    )
+    return "".join(f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} "
+                   f"{word.word} {word.confidence:.3f}\n"
+                   for segment in transcript.segments for word in segment.words)
 
 
 def as_srt(transcript: Transcript, name: str = "") -> str:
@@ -142,60 +138,36 @@ def as_srt(transcript: Transcript, name: str = "") -> str:
     captions = []
     for segment in transcript.segments:
         mark = f"[{segment.channel}] " if transcript.num_channels > 1 else ""
-        captions += [
-            (words[0].start_s, words[-1].end_s, mark + " ".join(word.word for word in words))
-            for words in _captions(segment.words)
-        ]
-    return "".join(
-        f"{number}\n{_clock(start_s)} --> {_clock(end_s)}\n{text}\n\n"
-        for number, (start_s, end_s, text) in enumerate(sorted(captions), start=1)
-    )
+        for words in _captions(segment.words):
+            text = mark + " ".join(word.word for word in words)
+            captions.append((words[0].start_s, words[-1].end_s, text))
+    return "".join(f"{number}\n{_clock(start_s)} --> {_clock(end_s)}\n{text}\n\n"
+                   for number, (start_s, end_s, text) in enumerate(sorted(captions), start=1))
 
 
 FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt}
 
 
-def _texts(segment: Segment) -> Iterator[str]:
-    """Yield the best text, followed by the others with their rank."""
-    if not any(hypothesis.words for hypothesis in segment.hypotheses):
-        return
-    for rank, hypothesis in enumerate(segment.hypotheses, start=1):
-        text = " ".join(word.word for word in hypothesis.words)
-        yield text if len(segment.hypotheses) == 1 else f"{rank} {text}"
-
-
 def _segment_json(segment: Segment) -> dict[str, Any]:
-    return {
-        "channel": segment.channel,
-        "start_s": round(segment.start_s, 3),
-        "end_s": round(segment.end_s, 3),
-        "hypotheses": [
-            {
-                "text": " ".join(word.word for word in one.words),
-                "cost": one.cost if one.words else None,
-                "words": [
-                    {
-                        "word": word.word,
-                        "start_s": round(word.start_s, 3),
-                        "end_s": round(word.end_s, 3),
-                        "confidence": round(word.confidence, 4),
-                    }
-                    for word in one.words
-                ],
-            }
-            for one in segment.hypotheses
-        ],
-    }
+    hypotheses = []
+    for one in segment.hypotheses:
+        words = [{"word": word.word, **_times(word), "confidence": round(word.confidence, 4)}
+                 for word in one.words]
+        hypotheses.append({"text": " ".join(word.word for word in one.words),
+                           "cost": one.cost if one.words else None, "words": words})
+    return {"channel": segment.channel, **_times(segment), "hypotheses": hypotheses}
+
+
+def _times(part: Word | Segment) -> dict[str, float]:
+    return {"start_s": round(part.start_s, 3), "end_s": round(part.end_s, 3)}
 
 
 def _captions(words: Iterable[Word]) -> Iterator[list[Word]]:
     caption: list[Word] = []
     for word in words:
-        if caption and (
-            word.start_s - caption[-1].end_s > _CAPTION_PAUSE_S
-            or word.end_s - caption[0].start_s > _CAPTION_S
-            or len(caption) == _CAPTION_WORDS
-        ):
+        if caption and (word.start_s - caption[-1].end_s > _CAPTION_PAUSE_S
+                        or word.end_s - caption[0].start_s > _CAPTION_S
+                        or len(caption) == _CAPTION_WORDS):
             yield caption
             caption = []
         caption.append(word)

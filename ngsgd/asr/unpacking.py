@@ -29,8 +29,8 @@ MAX_RATIO = 64
 MAX_MEMBER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 # exceptions of tarfile, zipfile and the decompressors for damaged or hostile content
-_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, KeyError, IndexError,
-           NotImplementedError, RuntimeError, RecursionError, MemoryError)
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, LookupError,
+           RuntimeError, MemoryError)
 
 
 class UnpackError(OSError):
@@ -50,28 +50,24 @@ def gunzip(path: Path) -> bytes:
         OSError: the file cannot be read or is not a regular file.
         UnpackError: the file is damaged, or expands too much.
     """
+    content = io.BytesIO()
     with open_regular(path) as file:
-        size = file.seek(0, 2)
+        most = limit(file.seek(0, 2))
         file.seek(0)
-        return _unpacked(file, limit(size))
+        try:
+            with gzip.GzipFile(fileobj=file) as packed:
+                while chunk := packed.read(_CHUNK_BYTES):
+                    content.write(chunk)
+                    if content.tell() > most:
+                        raise UnpackError(f"it expands to more than {most} bytes")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UnpackError(str(error) or "the file is truncated") from error
+    return content.getvalue()
 
 
 def limit(packed_bytes: int) -> int:
     """Maximum decompressed size of a file of this size."""
     return max(ALWAYS_BYTES, MAX_RATIO * packed_bytes)
-
-
-def _unpacked(file: BinaryIO, most: int) -> bytes:
-    content = io.BytesIO()
-    try:
-        with gzip.GzipFile(fileobj=file) as packed:
-            while chunk := packed.read(_CHUNK_BYTES):
-                content.write(chunk)
-                if content.tell() > most:
-                    raise UnpackError(f"it expands to more than {most} bytes")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UnpackError(str(error) or "the file is truncated") from error
-    return content.getvalue()
 
 
 # Archives -----------------------------------------------------------------------------------------
@@ -125,7 +121,13 @@ def _of_zip(file: BinaryIO, suffix: str, left: int) -> Iterator[tuple[str, bytes
 
 
 def _of_tar(file: BinaryIO, suffix: str, most: int) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(fileobj=_Bounded(_decompressed(file), most), mode="r:") as archive:  # type: ignore[call-overload]
+    head = file.read(6)
+    file.seek(0)
+    for magic, opened in ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open), (b"]\0\0", lzma.open)):
+        if head.startswith(magic):
+            file = cast("BinaryIO", opened(file, "rb"))
+            break
+    with tarfile.open(fileobj=_Bounded(file, most), mode="r:") as archive:  # type: ignore[call-overload]
         for member in archive:
             packed = archive.extractfile(member) if member.name.endswith(suffix) and member.isreg() else None
             if packed is not None:
@@ -138,15 +140,6 @@ def _member(packed: Any, name: str, promised: int, left: int) -> bytes:
     if promised > most or len(content) > most:
         raise UnpackError(f"{name[:80]} expands to {max(promised, len(content))} bytes, beyond the limit of {most}")
     return content
-
-
-def _decompressed(file: BinaryIO) -> BinaryIO:
-    head = file.read(6)
-    file.seek(0)
-    for magic, opened in ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open), (b"]\0\0", lzma.open)):
-        if head.startswith(magic):
-            return cast("BinaryIO", opened(file, "rb"))
-    return file
 
 
 class _Bounded:
@@ -172,9 +165,7 @@ class _Bounded:
 def load_npz(path: Path, *, mapped: Collection[str] = ()) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a .npz file; Python objects are rejected.
 
-    Args:
-        path: the file.
-        mapped: names of arrays that are unpacked to an unnamed temporary file and mapped from it.
+    Arrays named in `mapped` are unpacked to an unnamed temporary file and mapped from it.
 
     Raises:
         OSError: the file cannot be read, is damaged, or expands beyond the limit.

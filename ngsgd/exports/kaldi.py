@@ -101,7 +101,8 @@ def export_language(language: Language, sets: Mapping[str, SpeechSet], output: P
     topology = language.topology
     write_text(output / "lexicon.txt", "".join(f"{word} {' '.join(phones)}\n" for word, spoken in topology.lexicon.items()
                                                for phones in spoken))
-    table = alignments.pdf_table(language.pdf_names(of_graph=of_graph))
+    names = language.pdf_names(of_graph=of_graph)
+    table = "".join(f"{pdf} {name}\n" for pdf, name in enumerate(names))
     for folder in (output, *(output / name for name in sets)):
         write_text(folder / alignments.PDF_TABLE, table)
     tables.write_int_vectors(output / "ali.ark", (

@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from ngsgd import files
 from ngsgd.asr import arrays
-from ngsgd.asr.adapt import accumulation, fmllr, speakers
+from ngsgd.asr.adapt import fmllr, projections, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, SpeakerAdaptation
-from ngsgd.asr.align.tied_states import with_tied_states
+from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.ivectors.model import IvectorModel
-from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract_each
+from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract
 from ngsgd.asr.ivectors.training import train as train_extractor
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
@@ -128,7 +128,7 @@ def _trained(config: RunConfig,
     if not settings.fmllr:
         return found, {}
     projected: Mapping[str, Sequence[Matrix]] = _Projected(found, train)
-    if train.frames.num_frames <= accumulation.FRAMES_AT_ONCE:
+    if train.frames.num_frames <= projections.FRAMES_AT_ONCE:
         projected = dict(projected)
     found, of_train = speakers.train_fmllr(found, projected, _by_speaker(train, train.split_pdfs()),
                                            corpus.num_pdfs)
@@ -251,7 +251,7 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
 def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path, report: Report = print) -> Corpus:
     """Add an i-vector to every frame of the corpus; its digest identifies the extractor."""
     folder = cache_root / cache_name("ivectors", version=IVECTORS_VERSION, corpus=corpus.digest,
-                                     extractor=extractor_file.digest(extractor), settings=asdict(config.ivectors))
+                                     extractor=files.sha256(extractor), settings=asdict(config.ivectors))
     if not _is_there(folder, corpus, config, report):
         # shared_directory keeps a directory that has an index
         (folder / _INDEX).unlink(missing_ok=True)
@@ -269,7 +269,7 @@ def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:
             speech: SpeechSet = getattr(corpus, name)
             num_rows = int(_num_rows(speech, model.front.config.period).sum())
             mapped.write_rows(new / f"{name}.npy", (num_rows, model.front.config.dim),
-                              extract_each(speech, model, most_utterances=_UTTERANCES[name]))
+                              extract(speech, model, most_utterances=_UTTERANCES[name]))
         index = files.sealed("i-vectors", {"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
         (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 

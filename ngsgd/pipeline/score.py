@@ -15,10 +15,9 @@ from torch import nn
 from ngsgd.asr.align.forced_alignment import Computed, Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode import evaluation, scoring, tuning
-from ngsgd.asr.decode.decoding import write_lattices
-from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
+from ngsgd.asr.decode.decoding import Search, write_lattices
+from ngsgd.asr.decode.evaluation import DecodingResult, scores_as_text, tune_and_decode, utterance_scores
 from ngsgd.asr.decode.scoring import by_speaker, write_operations, write_per_speaker, write_per_utterance, write_recogs
-from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
 from ngsgd.asr.lang import graphs, ngram
 from ngsgd.config import DecodeConfig, EgsConfig, RunConfig
 from ngsgd.data.archives import spliced_utterances
@@ -57,13 +56,14 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     with new_directory(folder.decode) as temporary:
         write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
         if corpus.test.is_aligned:
-            write_text(temporary / "test.worst.txt", as_text(utterance_scores(corpus.test.frames, logliks["test"], prior_P)))
+            write_text(temporary / "test.worst.txt", scores_as_text(utterance_scores(corpus.test.frames, logliks["test"], prior_P)))
         write_per_speaker(temporary / "test.per_spk.txt", result.per_utterance, corpus.test.speakers)
         write_operations(temporary / "test.ops.txt", result.per_utterance)
         write_recogs(temporary / "test.recogs.txt", result.per_utterance)
         if config.decode.lattices:
-            write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"], config.decode,
-                           acoustic_scale=result.setting.acoustic_scale)
+            search = Search(result.setting.acoustic_scale, config.decode.beam, config.decode.max_active)
+            write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"],
+                           search, lattice_beam=config.decode.lattice_beam)
         write_text(temporary / "wer.json", json.dumps(about, indent=1))
     return result
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ngsgd.asr.adapt import accumulation, fmllr, projections, speakers
+from ngsgd.asr.adapt import fmllr, projections, speakers
 from ngsgd.asr.adapt.fmllr import FmllrStats
-from ngsgd.asr.adapt.mixtures import StateMixtures
-from ngsgd.asr.adapt.speakers import SpeakerAdaptation
+from ngsgd.asr.adapt.speakers import SpeakerAdaptation, StateMixtures
 from ngsgd.errors import DataError
 from tests.reference import fmllr as reference
 
@@ -133,7 +132,7 @@ def test_sums_over_utterances_give_the_projection_of_all_frames() -> None:
     pdfs = [rng.integers(5, size=length) for length in (400, 300, 1, 500, 700)]
     utterances = [(3 * centers[pdf_T] + rng.standard_normal((len(pdf_T), 6))) @ mixing + 0.5 for pdf_T in pdfs]
     whole = speakers.train_projection(utterances, np.concatenate(pdfs), context=1, dim=4, num_silence=1).projection_DE
-    matrix_DS, mean_S = accumulation.projection(
+    matrix_DS, mean_S = projections.projection(
         lambda: [(projections.splice(x_TD, 1), pdf_T) for x_TD, pdf_T in zip(utterances, pdfs, strict=True)], 7, 4)
     # the sign of a direction is arbitrary
     sign_D1 = np.sign((matrix_DS * whole[:, :-1]).sum(axis=1))[:, None]

@@ -218,7 +218,7 @@ def test_graphs_of_tied_states_accept_the_states_of_words_in_context(
     loglik_TP[np.arange(len(pdf_T)), pdf_T] = 0.0
     of_words = graphs.of_transcript_in_context(lang, graphs.graphs_in_context(lang), words)
     for graph in (graphs.build(lang, silence_prob=0.5), of_words):
-        path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0, max_active=10_000)
+        path = decoding.best_path(graph, loglik_TP, decoding.Search(1.0, 1000.0, 10_000))
         assert path.is_complete
         assert path.pdf_T.tolist() == pdf_T
     assert list(path.words) == words
@@ -236,8 +236,7 @@ def test_a_tree_of_one_leaf_for_each_state_decodes_as_without_context() -> None:
     rng = np.random.default_rng(4)
     for _ in range(5):
         loglik_TP = rng.normal(scale=3.0, size=(40, roots.num_pdfs)).astype(np.float32)
-        paths = [decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0,
-                                    max_active=10_000) for graph in (in_context, plain)]
+        paths = [decoding.best_path(graph, loglik_TP, decoding.Search(1.0, 1000.0, 10_000)) for graph in (in_context, plain)]
         assert paths[0].words == paths[1].words
         # sums of 40 float32 numbers
         assert paths[0].cost == pytest.approx(paths[1].cost, rel=1e-5)

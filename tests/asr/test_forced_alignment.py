@@ -54,7 +54,7 @@ def test_gaussians_are_those_of_the_formula() -> None:
     pdf_T[:2] = 3  # a state with too few frames
     train_TK, x_TK = rng.normal(size=(60, 3)), rng.normal(size=(9, 3))
     train_TK[pdf_T == 1, 2] = 5.0  # a state without variance
-    fast = Gaussians.fit(train_TK, pdf_T, 5).log_likelihood(x_TK)
+    fast = Gaussians.fit(lambda: [(train_TK, pdf_T)], 5).log_likelihood(x_TK)
     slow = reference.log_likelihood(x_TK, train_TK, pdf_T, 5, floor=gaussians.VARIANCE_FLOOR, fewest=gaussians.FEWEST_FRAMES)
     np.testing.assert_allclose(fast, slow, rtol=2e-5)  # returned in float32
 
@@ -64,7 +64,7 @@ def test_gaussians_of_pieces_have_the_bits_of_all_frames_at_once(cuts: list[int]
     rng = np.random.default_rng(0)
     x_TK, pdf_T = 5.0 + rng.normal(size=(5000, 6)), rng.integers(3, size=5000).astype(np.int32)
     pieces = list(zip(np.split(x_TK, cuts), np.split(pdf_T, cuts), strict=True))
-    found = Gaussians.fit_pieces(lambda: pieces, 4)
+    found = Gaussians.fit(lambda: pieces, 4)
     count_P1 = np.bincount(pdf_T, minlength=4)[:, None]
     safe_P1 = np.maximum(count_P1, 1.0)
     mean_PK, square_PK = (gaussians.sums_by_state(y_TK, pdf_T, 4) / safe_P1 for y_TK in (x_TK, x_TK**2))

@@ -16,6 +16,7 @@ from tests.reference import graph_search
 kaldifst = pytest.importorskip("kaldifst")
 
 # "ab" begins "abb", "b" is also pronounced "ab" (as the other word), and <UNK> as silence
+EXACT = decoding.Search(acoustic_scale=1.0, beam=1000.0, max_active=100000)
 TOPOLOGY = Topology(phones=("a", "b"), num_silence_states=2, lexicon={
     "ab": (("a", "b"),), "b": (("b",), ("a", "b")), "abb": (("a", "b", "b"),), "<UNK>": (("SIL",),)})
 BIGRAM = """\\data\\
@@ -60,7 +61,7 @@ def test_best_path_through_a_bigram_graph_is_that_of_trying_all_sequences(seed: 
     rng = np.random.default_rng(seed)
     loglik_TP = rng.normal(scale=2.0, size=(int(rng.integers(4, 9)), TOPOLOGY.num_pdfs)).astype(np.float32)
     graph = graphs.build(Language(TOPOLOGY, arpa=BIGRAM), silence_prob=silence_prob)
-    path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0, max_active=100000)
+    path = decoding.best_path(graph, loglik_TP, EXACT)
     costs = {words: bigram_cost(words) for words in sequences(3)}
     cost, _ = graph_search.best(TOPOLOGY, loglik_TP, word_cost=costs, silence_prob=silence_prob, max_words=3)
     # the graph's costs are rounded to 1e-5, log10 to natural in float32
@@ -73,7 +74,7 @@ def test_best_path_through_a_graph_of_one_word_is_that_of_trying_all_words(seed:
     rng = np.random.default_rng(seed)
     loglik_TP = rng.normal(scale=2.0, size=(14, TOPOLOGY.num_pdfs)).astype(np.float32)
     graph = graphs.build(Language(TOPOLOGY, is_one_word=True), silence_prob=0.4)
-    path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0, max_active=100000)
+    path = decoding.best_path(graph, loglik_TP, EXACT)
     costs: dict[tuple[str, ...], float] = {(word,): math.log(len(TOPOLOGY.words)) for word in TOPOLOGY.words}
     cost, words = graph_search.best(TOPOLOGY, loglik_TP, word_cost=costs, silence_prob=0.4, max_words=1)
     assert path.cost == pytest.approx(cost, abs=1e-3)
@@ -85,7 +86,7 @@ def test_best_path_of_a_transcript_is_that_of_trying_all_pronunciations_and_sile
     rng = np.random.default_rng(seed)
     loglik_TP = rng.normal(scale=2.0, size=(18, TOPOLOGY.num_pdfs)).astype(np.float32)
     words = ("b", "ab")
-    path = decoding.best_path(graphs.of_transcript(TOPOLOGY, words), loglik_TP, acoustic_scale=1.0, beam=1000.0, max_active=100000)
+    path = decoding.best_path(graphs.of_transcript(TOPOLOGY, words), loglik_TP, EXACT)
     cost, _ = graph_search.best(TOPOLOGY, loglik_TP, word_cost={words: 0.0}, silence_prob=0.0, max_words=2)
     assert path.words == words
     assert path.cost == pytest.approx(cost, abs=1e-4)
@@ -94,15 +95,14 @@ def test_best_path_of_a_transcript_is_that_of_trying_all_pronunciations_and_sile
 
 def test_too_few_frames_for_a_transcript_give_no_complete_path() -> None:
     graph = graphs.of_transcript(TOPOLOGY, ("abb",))
-    path = decoding.best_path(graph, np.zeros((8, TOPOLOGY.num_pdfs), np.float32), acoustic_scale=1.0, beam=100.0, max_active=1000)
+    path = decoding.best_path(graph, np.zeros((8, TOPOLOGY.num_pdfs), np.float32), decoding.Search(1.0, 100.0, 1000))
     assert not path.is_complete
 
 
 def test_a_word_penalty_is_paid_once_for_each_word() -> None:
     graph = graphs.build(Language(TOPOLOGY), silence_prob=0.0)
     loglik_TP = np.zeros((20, TOPOLOGY.num_pdfs), np.float32)
-    path, dearer = (decoding.best_path(graphs.with_word_penalty(graph, penalty), loglik_TP, acoustic_scale=1.0, beam=1000.0,
-                                       max_active=100000) for penalty in (-2.0, -3.0))
+    path, dearer = (decoding.best_path(graphs.with_word_penalty(graph, penalty), loglik_TP, EXACT) for penalty in (-2.0, -3.0))
     assert len(path.words) == len(dearer.words) > 0  # as many as there is room for
     assert dearer.cost - path.cost == pytest.approx(-len(path.words), abs=1e-4)
 
@@ -143,7 +143,7 @@ def test_a_const_graph_decodes_as_its_vector_form(tmp_path: Path) -> None:
     assert list(graphs.arcs(read[0])) == list(graphs.arcs(read[1])) == list(graphs.arcs(made))
     rng = np.random.default_rng(0)
     loglik_TP = rng.normal(scale=3.0, size=(30, TOPOLOGY.num_pdfs)).astype(np.float32)
-    paths = [decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=100.0, max_active=1000) for graph in (made, *read)]
+    paths = [decoding.best_path(graph, loglik_TP, decoding.Search(1.0, 100.0, 1000)) for graph in (made, *read)]
     assert paths[0].words and paths[0].words == paths[1].words == paths[2].words
     assert paths[0].pdf_T.tolist() == paths[1].pdf_T.tolist() == paths[2].pdf_T.tolist()
     assert paths[0].cost == paths[1].cost == paths[2].cost

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ngsgd.asr.decode import decoding, evaluation
-from ngsgd.asr.lang import graphs, homophones, vocabulary
+from ngsgd.asr.lang import graphs, lexicon, vocabulary
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.lang.vocabulary import Vocabulary
@@ -41,17 +41,18 @@ def test_the_more_frequent_homophone_is_recognized(order: tuple[str, ...], count
 
 
 def test_a_cost_is_a_thousandth_of_the_negative_log_probability() -> None:
-    found = homophones.costs(LEXICON, COUNTS)
+    found = lexicon.homophone_costs(LEXICON, COUNTS)
     total = 50 + 20 + 8 + 3
     assert found == {"O": pytest.approx(-0.001 * math.log(21 / total)), "OH": pytest.approx(-0.001 * math.log(9 / total))}
-    assert homophones.costs(LEXICON, {}) == {}
-    assert homophones.costs({"A": (("EY",), ("AH",)), "AY": (("EY",),), "UH": (("AH",),)}, {"A": 1}).keys() == {"A", "AY", "UH"}
+    assert lexicon.homophone_costs(LEXICON, {}) == {}
+    assert lexicon.homophone_costs({"A": (("EY",), ("AH",)), "AY": (("EY",),), "UH": (("AH",),)},
+                                   {"A": 1}).keys() == {"A", "AY", "UH"}
 
 
 def test_other_costs_remain() -> None:
     kaldifst = pytest.importorskip("kaldifst")
     plain, graph = graph_of(TOPOLOGY, {}), graph_of(TOPOLOGY, COUNTS)
-    added = {0: 0.0, **{TOPOLOGY.word_labels[word]: cost for word, cost in homophones.costs(LEXICON, COUNTS).items()}}
+    added = {0: 0.0, **{TOPOLOGY.word_labels[word]: cost for word, cost in lexicon.homophone_costs(LEXICON, COUNTS).items()}}
     for state in range(plain.fst.num_states):
         for old, new in zip(*(kaldifst.ArcIterator(one.fst, state) for one in (plain, graph)), strict=True):
             assert (old.ilabel, old.olabel, old.nextstate) == (new.ilabel, new.olabel, new.nextstate)
@@ -74,13 +75,11 @@ def test_a_new_homophone_of_another_lexicon_loses_to_the_word_of_training(tmp_pa
     changed = vocabulary.of_model(language, Vocabulary(lexicon=tmp_path / "lexicon"))
     graph = evaluation.build_graph(changed, MADE)
     loglik_TP = spell(TOPOLOGY, ["O"], frames_per_state=4)
-    assert decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=30.0, max_active=1000).words == ("O",)
+    assert decoding.best_path(graph, loglik_TP, decoding.Search(1.0, 30.0, 1000)).words == ("O",)
 
 
 def test_words_are_counted_and_stored() -> None:
-    counts = homophones.count_words([("B", "A"), (), ("B",)])
+    counts = lexicon.count_words([("B", "A"), (), ("B",)])
     assert list(counts.items()) == [("A", 1), ("B", 2)]
     language = Language(TOPOLOGY, word_counts=counts)
     assert Language.from_json(language.to_json(), {}) == language
-    of_an_old_run = {name: value for name, value in language.to_json().items() if name != "word_counts"}
-    assert Language.from_json(of_an_old_run, {}) == Language(TOPOLOGY)

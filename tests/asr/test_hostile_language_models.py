@@ -204,6 +204,6 @@ def test_a_transcript_without_a_path_in_the_graph_has_no_path() -> None:
     graph = graphs.build(Language(TOPOLOGY, is_one_word=True), silence_prob=0.2)
     loglik_TP = np.zeros((20, TOPOLOGY.num_pdfs), np.float32)
     for words, is_complete in ((["ab"], True), (["ab", "ab"], False)):
-        path = decoding.best_path(graphs.within(graph, words), loglik_TP, acoustic_scale=1.0, beam=100.0, max_active=1000)
+        path = decoding.best_path(graphs.within(graph, words), loglik_TP, decoding.Search(1.0, 100.0, 1000))
         assert path.is_complete == is_complete
         assert path.words == tuple(words if is_complete else ())

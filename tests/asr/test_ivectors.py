@@ -294,7 +294,7 @@ def test_a_trained_extractor_separates_speakers_after_mean_removal(
     monkeypatch.setattr(training, "PCA_DIM", 4)
     speech = speech_of_two()
     model = train(speech, SMALL, lambda _: None)
-    rows = extract(speech, model, most_utterances=1)
+    rows = list(extract(speech, model, most_utterances=1))
     assert [len(one) for one in rows] == [15] * 16
     last_US = np.array([one[-1] for one in rows])
     a, b = last_US[::2], last_US[1::2]
@@ -306,7 +306,7 @@ def test_a_trained_extractor_separates_speakers_after_mean_removal(
     files.write(again, tmp_path / "other")
     assert files.digest(tmp_path / "one") == files.digest(tmp_path / "other")
     kept = files.read(tmp_path / "one", SMALL)
-    np.testing.assert_array_equal(extract(speech, kept, most_utterances=1)[3], rows[3])
+    np.testing.assert_array_equal(list(extract(speech, kept, most_utterances=1))[3], rows[3])
 
 
 def test_gaussians_with_few_frames_are_ignored_and_too_many_are_reported() -> None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from ngsgd.asr.lang import ngram, ngram_mixture
+from ngsgd.asr.lang import ngram
 from tests.reference import witten_bell
 
 VOCABULARY = ("a", "b", "c", "d")
@@ -29,7 +29,7 @@ def estimated(given: list[tuple[str, ...]], order: int) -> ngram.NgramModel:
 
 @pytest.mark.parametrize(("orders", "weight"), [((1, 1), 0.3), ((3, 3), 0.3), ((2, 3), 0.8), ((3, 3), 1.0), ((3, 3), 0.0)])
 def test_ngrams_have_the_mixed_probability_and_all_sum_to_one(orders: tuple[int, int], weight: float) -> None:
-    mixed = ngram_mixture.interpolate(estimated(FIRST, orders[0]), estimated(SECOND, orders[1]), weight)
+    mixed = ngram.interpolate(estimated(FIRST, orders[0]), estimated(SECOND, orders[1]), weight)
     for length in range(3):
         for history in itertools.product(("<s>", *VOCABULARY), repeat=length):
             found = {word: math.exp(-mixed.cost(history, word)) for word in TARGETS}
@@ -43,7 +43,7 @@ def test_ngrams_have_the_mixed_probability_and_all_sum_to_one(orders: tuple[int,
 
 
 def test_the_mixture_survives_arpa() -> None:
-    mixed = ngram_mixture.interpolate(estimated(FIRST, 3), estimated(SECOND, 2), 0.4)
+    mixed = ngram.interpolate(estimated(FIRST, 3), estimated(SECOND, 2), 0.4)
     read = ngram.parse(mixed.to_arpa())
     for history, word in itertools.product(itertools.product(VOCABULARY, repeat=2), TARGETS):
         # seven decimals of a logarithm to base 10, added up to three times
@@ -63,11 +63,11 @@ def test_the_weight_has_the_lowest_perplexity_of_a_fine_grid() -> None:
     grid = np.linspace(0.001, 0.999, 999)
     best = grid[np.argmin([perplexity(weight) for weight in grid])]
     # half a step of the grid, and the criterion of convergence over its rate
-    assert ngram_mixture.best_weight(first, second, valid) == pytest.approx(best, abs=1e-3)
+    assert ngram.best_weight(first, second, valid) == pytest.approx(best, abs=1e-3)
 
 
 def test_texts_like_those_of_one_model_give_it_the_weight() -> None:
     first, second = estimated(FIRST, 2), estimated(SECOND, 2)
-    assert ngram_mixture.best_weight(first, second, FIRST) > 0.9
-    assert ngram_mixture.best_weight(second, first, FIRST) < 0.1
-    assert ngram_mixture.best_weight(first, second, []) == 0.5
+    assert ngram.best_weight(first, second, FIRST) > 0.9
+    assert ngram.best_weight(second, first, FIRST) < 0.1
+    assert ngram.best_weight(first, second, []) == 0.5

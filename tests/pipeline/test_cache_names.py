@@ -14,7 +14,7 @@ import pytest
 
 from ngsgd.asr import denominators
 from ngsgd.asr.align import forced_alignment
-from ngsgd.asr.align.tied_states import with_tied_states
+from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora import alignments, corpus
 from ngsgd.config import ObjectiveConfig, RunConfig
 from ngsgd.data import cache_names

@@ -65,7 +65,7 @@ def _search(measurement: Measurement) -> dict[str, float]:
     loglik_TP[np.arange(len(pdfs)), pdfs] += 5.0
     graph = graphs.with_word_penalty(graphs.build(Language(TOPOLOGY), silence_prob=0.5), 0.0)
     start = time.perf_counter()
-    path = decoding.best_path(graph, loglik_TP, acoustic_scale=0.3, beam=12.0, max_active=7000)
+    path = decoding.best_path(graph, loglik_TP, decoding.Search(0.3, 12.0, 7000))
     seconds = time.perf_counter() - start
     return {
         "words": len(path.words),

@@ -1,9 +1,15 @@
 """Linear projections of spliced features: linear discriminants, then decorrelated classes (MLLT).
 
+Those of large corpora are estimated from sums over utterances, which are read in two passes; the
+result is the same up to rounding.
+
 Letters: T frames, S spliced features, D projected features, C classes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +17,15 @@ import numpy.typing as npt
 from ngsgd.asr.ivectors.model import spliced
 
 Matrix = npt.NDArray[np.float64]
+# spliced features of an utterance, and the classes of its frames
+Piece = tuple[Matrix, npt.NDArray[np.integer]]
 
+# about three hours; the spliced features of smaller corpora are in memory at once
+FRAMES_AT_ONCE = 1 << 20
 # classes with fewer frames have no covariance for MLLT
 _MIN_FRAMES = 50
+# passes of MLLT over all rows
+_MLLT_ITERS = 20
 
 
 def splice(x_TD: npt.NDArray[np.floating], context: int) -> Matrix:
@@ -23,11 +35,6 @@ def splice(x_TD: npt.NDArray[np.floating], context: int) -> Matrix:
 
 def lda(x_TS: Matrix, class_T: npt.NDArray[np.integer], dim: int) -> Matrix:
     """Return the directions that separate classes best.
-
-    Args:
-        x_TS: features.
-        class_T: class of each frame, from 0.
-        dim: number of directions, at most S.
 
     Returns:
         D x S matrix. The within-class covariance of projected features is the identity.
@@ -48,18 +55,10 @@ def lda_of_moments(within_SS: Matrix, mean_CS: Matrix, count_C: Matrix, dim: int
     return np.asarray(axes_SS[:, ::-1][:, :dim].T @ whitening_SS)
 
 
-def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer], *, num_iters: int = 20) -> Matrix:
-    """Return the square transform under which classes have the most nearly diagonal covariances.
+def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer]) -> Matrix:
+    """Return the D x D transform under which classes have the most nearly diagonal covariances.
 
     Rows are updated in turn, each to the maximum of the likelihood with the others fixed.
-
-    Args:
-        x_TD: features.
-        class_T: class of each frame, from 0.
-        num_iters: passes over all rows.
-
-    Returns:
-        D x D matrix.
 
     Source: Gales, "Semi-tied covariance matrices for hidden Markov models" (1999).
     """
@@ -67,15 +66,14 @@ def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer], *, num_iters: int = 20)
     x_TD = x_TD - mean_CD[class_T]
     kept = frequent(count_C)
     covariance_CDD = np.stack([_second_moment(x_TD[class_T == c]) / count_C[c] for c in kept])
-    return mllt_of_covariances(covariance_CDD, count_C[kept], num_iters=num_iters)
+    return mllt_of_covariances(covariance_CDD, count_C[kept])
 
 
-def mllt_of_covariances(covariance_CDD: Matrix, count_C: Matrix, *, num_iters: int = 20) -> Matrix:
+def mllt_of_covariances(covariance_CDD: Matrix, count_C: Matrix) -> Matrix:
     """Return `mllt` from the covariances and numbers of frames of the classes."""
     transform_DD = np.eye(covariance_CDD.shape[1])
-    for _ in range(num_iters):
-        variance_CD = np.einsum("da,cab,db->cd", transform_DD, covariance_CDD, transform_DD,
-                                optimize=True)
+    for _ in range(_MLLT_ITERS):
+        variance_CD = np.einsum("da,cab,db->cd", transform_DD, covariance_CDD, transform_DD, optimize=True)
         for row in range(len(transform_DD)):
             weight_C = count_C / variance_CD[:, row]
             moment_DD = np.tensordot(weight_C, covariance_CDD, axes=1)
@@ -101,3 +99,72 @@ def _means(x_TD: Matrix, class_T: npt.NDArray[np.integer]) -> tuple[Matrix, Matr
 
 def _second_moment(x_TD: Matrix) -> Matrix:
     return np.asarray(x_TD.T @ x_TD)
+
+
+# Large corpora ------------------------------------------------------------------------------------
+
+
+class _Moments(NamedTuple):
+    """Means and covariances of the first pass."""
+
+    count_C: Matrix
+    # minus the mean of all frames
+    mean_CS: Matrix
+    mean_S: Matrix
+    total_SS: Matrix
+
+    @property
+    def within(self) -> Matrix:
+        weighted_CS = self.mean_CS * np.sqrt(self.count_C / self.count_C.sum())[:, None]
+        return np.asarray(self.total_SS - weighted_CS.T @ weighted_CS)
+
+
+def projection(pieces: Callable[[], Iterable[Piece]], num_classes: int, dim: int) -> tuple[Matrix, Matrix]:
+    """Estimate LDA and MLLT, scaled to unit variance; `pieces` is called twice.
+
+    Returns:
+        D x S matrix, and the mean of the S features.
+    """
+    moments = _moments(pieces(), num_classes)
+    lda_DS = lda_of_moments(moments.within, moments.mean_CS, moments.count_C, dim)
+    kept = frequent(moments.count_C)
+    centered = ((x_TS - moments.mean_S, class_T) for x_TS, class_T in pieces())
+    square_CDD = _squares(((x_TS @ lda_DS.T, class_T) for x_TS, class_T in centered), kept, dim)
+    mean_CD = moments.mean_CS[kept] @ lda_DS.T
+    covariance_CDD = square_CDD / moments.count_C[kept, None, None] - mean_CD[:, :, None] * mean_CD[:, None]
+    matrix_DS = mllt_of_covariances(covariance_CDD, moments.count_C[kept]) @ lda_DS
+    variance_D = np.einsum("ds,st,dt->d", matrix_DS, moments.total_SS, matrix_DS, optimize=True)
+    return matrix_DS / np.sqrt(variance_D)[:, None], moments.mean_S
+
+
+def _moments(pieces: Iterable[Piece], num_classes: int) -> _Moments:
+    count_C = np.zeros(num_classes)
+    sum_CS, square_SS = np.zeros((num_classes, 0)), np.zeros((0, 0))
+    for x_TS, class_T in pieces:
+        if not sum_CS.size:
+            sum_CS, square_SS = np.zeros((num_classes, x_TS.shape[1])), np.zeros((x_TS.shape[1],) * 2)
+        square_SS += x_TS.T @ x_TS
+        for number, rows_NS in _by_class(x_TS, class_T):
+            count_C[number] += len(rows_NS)
+            sum_CS[number] += rows_NS.sum(axis=0)
+    mean_S = sum_CS.sum(axis=0) / count_C.sum()
+    mean_CS = np.where(count_C[:, None] > 0, sum_CS / np.maximum(count_C, 1.0)[:, None] - mean_S, 0.0)
+    return _Moments(count_C, mean_CS, mean_S, square_SS / count_C.sum() - np.outer(mean_S, mean_S))
+
+
+def _squares(pieces: Iterable[Piece], kept: npt.NDArray[np.int64], dim: int) -> Matrix:
+    """Sum of outer products of the frames of each of the kept classes."""
+    place = {int(number): at for at, number in enumerate(kept)}
+    square_CDD = np.zeros((len(kept), dim, dim))
+    for y_TD, class_T in pieces:
+        for number, rows_ND in _by_class(y_TD, class_T):
+            if number in place:
+                square_CDD[place[number]] += rows_ND.T @ rows_ND
+    return square_CDD
+
+
+def _by_class(x_TS: Matrix, class_T: npt.NDArray[np.integer]) -> Iterator[tuple[int, Matrix]]:
+    """Yield each class of a piece and its rows."""
+    order_T = np.argsort(class_T, kind="stable")
+    found, starts = np.unique(class_T[order_T], return_index=True)
+    yield from zip(map(int, found), np.split(x_TS[order_T], starts[1:]), strict=True)

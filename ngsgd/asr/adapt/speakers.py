@@ -5,22 +5,24 @@ the tied states find the most likely states of a speaker's frames. Where the net
 speech of the speaker again, it finds the states of further passes. A prior of some frames of all
 training speakers keeps the transform of little speech near that of the average speaker.
 
-Letters: T frames, D features, P pdfs.
+Letters: T frames, D features, P pdfs, G Gaussians of all pdfs together.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ngsgd.asr.adapt import accumulation, fmllr, projections
+from ngsgd.asr.adapt import fmllr, projections
 from ngsgd.asr.adapt.fmllr import FmllrStats
-from ngsgd.asr.adapt.mixtures import StateMixtures
+from ngsgd.asr.ivectors import ubm
 from ngsgd.data import mapped
 from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError
@@ -41,6 +43,77 @@ _NETWORK_ROUNDS = 2
 _PRIOR_FRAMES = 40.0
 # frames of speech that change an estimate little more; bounds the time of long recordings
 _MAX_FRAMES = 60_000
+# frames for each Gaussian of a state, and the most Gaussians of one
+FRAMES_PER_GAUSSIAN, MAX_GAUSSIANS = 60, 8
+
+
+@dataclass(frozen=True)
+class StateMixtures:
+    """Mixtures of diagonal Gaussians, one per tied HMM state, in the order of their pdfs.
+
+    Attributes:
+        pdf_G: pdf of each Gaussian, ascending; every pdf has one or more.
+        log_weight_G: log of the weight within its pdf.
+        mean_GD: means.
+        variance_GD: variances.
+    """
+
+    pdf_G: npt.NDArray[np.int64]
+    log_weight_G: Matrix
+    mean_GD: Matrix
+    variance_GD: Matrix
+
+    @staticmethod
+    def fit(x_TD: Matrix, pdf_T: npt.NDArray[np.integer], num_pdfs: int) -> StateMixtures:
+        """Fit each pdf's mixture to its frames; a pdf without frames takes those of all frames."""
+        order = np.argsort(pdf_T, kind="stable")
+        frames_of = np.split(order, np.bincount(pdf_T, minlength=num_pdfs).cumsum()[:-1])
+        parts = []
+        for frames in frames_of:
+            x = torch.from_numpy(np.ascontiguousarray(x_TD[frames] if len(frames) else x_TD))
+            size = min(MAX_GAUSSIANS, max(1, len(frames) // FRAMES_PER_GAUSSIAN))
+            parts.append(ubm.train(x, size))
+        return StateMixtures(
+            np.repeat(np.arange(num_pdfs), [len(part.weight_G) for part in parts]),
+            np.concatenate([part.weight_G.log().numpy() for part in parts]),
+            np.concatenate([part.mean_GD.numpy() for part in parts]),
+            np.concatenate([part.variance_GD.numpy() for part in parts]))
+
+    @property
+    def num_pdfs(self) -> int:
+        return int(self.pdf_G[-1]) + 1
+
+    def log_joint(self, x_TD: Matrix) -> Matrix:
+        """T x G: log of weight times density."""
+        precision_GD = 1.0 / self.variance_GD
+        constant_G = self.log_weight_G - 0.5 * (
+            np.log(self.variance_GD) + self.mean_GD**2 * precision_GD + math.log(2 * math.pi)
+        ).sum(axis=1)
+        return np.asarray(constant_G + x_TD @ (self.mean_GD * precision_GD).T
+                          - 0.5 * x_TD**2 @ precision_GD.T)
+
+    def log_likelihood(self, x_TD: Matrix) -> npt.NDArray[np.float32]:
+        """T x P: log density of each pdf."""
+        starts = np.searchsorted(self.pdf_G, np.arange(self.num_pdfs))
+        return np.logaddexp.reduceat(self.log_joint(x_TD), starts, axis=1).astype(np.float32)
+
+    def precisions(self, x_TD: Matrix, pdf_T: npt.NDArray[np.integer]) -> tuple[Matrix, Matrix]:
+        """Return what fMLLR sums of each frame under the mixture of its pdf.
+
+        Returns:
+            T x D: sum over Gaussians of posterior / variance, and of posterior * mean / variance.
+        """
+        precision_TD, linear_TD = np.empty_like(x_TD), np.empty_like(x_TD)
+        for pdf in np.unique(pdf_T):
+            at = np.flatnonzero(pdf_T == pdf)
+            of_pdf = self.pdf_G == pdf
+            own = StateMixtures(self.pdf_G[of_pdf], self.log_weight_G[of_pdf],
+                                self.mean_GD[of_pdf], self.variance_GD[of_pdf])
+            joint_TG = own.log_joint(x_TD[at])
+            post_TG = np.exp(joint_TG - np.logaddexp.reduce(joint_TG, axis=1)[:, None])
+            precision_TD[at] = post_TG @ (1.0 / own.variance_GD)
+            linear_TD[at] = post_TG @ (own.mean_GD / own.variance_GD)
+        return precision_TD, linear_TD
 
 
 @dataclass(frozen=True)
@@ -81,10 +154,7 @@ class SpeakerAdaptation:
               find_path: FindPath) -> tuple[Features, FmllrStats | None]:
         """Return the adapted features of a speaker's next utterance, and the speaker's sums.
 
-        Args:
-            x_TD: normalized features.
-            before: sums of the speaker's earlier utterances; None if there are none.
-            find_path: first pass of recognition.
+        `before` are the sums of the speaker's earlier utterances.
         """
         z_TD = self.project(x_TD)
         if self.prior is None:
@@ -96,10 +166,7 @@ class SpeakerAdaptation:
                       scores: NetworkScores) -> list[Features]:
         """Return the adapted features of all utterances of one speaker.
 
-        Args:
-            utterances: normalized features.
-            find_path: first pass of recognition, which also searches the scores of the network.
-            scores: the network, which was trained on adapted features.
+        `find_path` also searches the scores of the network, which was trained on adapted features.
         """
         z = [self.project(x_TD) for x_TD in utterances]
         if self.prior is None:
@@ -128,12 +195,7 @@ class SpeakerAdaptation:
                     scores: NetworkScores | None = None) -> FmllrStats:
         """Return the sums of projected utterances, added to those of earlier ones.
 
-        Args:
-            utterances: projected features.
-            before: sums of the speaker's earlier utterances, which replace `transform`.
-            find_path: finds the states.
-            transform: the speaker's transform so far.
-            scores: the network; None scores with the mixtures.
+        The sums `before` replace the transform so far. Without `scores` the mixtures score.
         """
         assert self.first is not None and self.adapted is not None
         stats = FmllrStats.zero(self.dim) if before is None else before
@@ -142,8 +204,9 @@ class SpeakerAdaptation:
         for z_TD in utterances:
             if stats.count > _MAX_FRAMES:
                 break
-            y_TD = z_TD if transform is None else fmllr.apply(transform, z_TD)
-            mixtures = self.first if transform is None else self.adapted
+            y_TD, mixtures = z_TD, self.first
+            if transform is not None:
+                y_TD, mixtures = fmllr.apply(transform, z_TD), self.adapted
             pdf_T = find_path(scores(y_TD.astype(np.float32)) if scores else mixtures.log_likelihood(y_TD))
             stats = stats.plus(_sums(self.adapted, z_TD, y_TD, pdf_T, self.num_silence))
         return stats
@@ -189,10 +252,8 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
 
     Args:
         utterances: T x D normalized features of each training utterance.
-        pdf_T: pdfs of all their frames, one after another.
-        context: frames spliced on each side.
-        dim: number of projected features.
-        num_silence: number of pdfs of silence, which are the first.
+        pdf_T: pdfs of all their frames, one after another; those of silence are the first.
+        context, dim, num_silence: frames spliced on each side, projected features, pdfs of silence.
 
     Raises:
         DataError: `dim` is larger than the number of spliced features.
@@ -202,8 +263,8 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
         raise DataError(f"adaptation.lda_dim is {dim}, and {2 * context + 1} frames have "
                         f"{num_spliced} features; give a smaller adaptation.lda_dim or a larger "
                         "adaptation.context.")
-    if len(pdf_T) > accumulation.FRAMES_AT_ONCE:
-        matrix_DS, mean_S = accumulation.projection(
+    if len(pdf_T) > projections.FRAMES_AT_ONCE:
+        matrix_DS, mean_S = projections.projection(
             lambda: _spliced(utterances, pdf_T, context), int(pdf_T.max()) + 1, dim)
         return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
     x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
@@ -233,17 +294,14 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
                 num_pdfs: int) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
     """Train mixtures and the transforms of training speakers by turns (SAT).
 
-    Args:
-        plain: the projection.
-        by_speaker: projected features of each speaker's utterances; read several times.
-        pdfs: pdfs of their frames.
-        num_pdfs: number of pdfs.
+    `by_speaker` are the projected features of each speaker's utterances, which are read several
+    times, and `pdfs` those of their frames.
 
     Returns:
         The adaptation with mixtures, and each training speaker's transform.
     """
     names, counts = list(by_speaker), [sum(map(len, pdfs[speaker])) for speaker in by_speaker]
-    chosen = dict(zip(names, _spread(counts, accumulation.FRAMES_AT_ONCE), strict=True))
+    chosen = dict(zip(names, _spread(counts, projections.FRAMES_AT_ONCE), strict=True))
     transforms: dict[str, Matrix] = {}
 
     def frames_of(speaker: str) -> tuple[Matrix, Matrix, Pdfs]:

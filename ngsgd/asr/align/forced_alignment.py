@@ -6,7 +6,7 @@ Letters: T frames, P pdfs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ngsgd.asr.align.gaussians import FRAMES_AT_ONCE, Axes, Gaussians, Matrix, Piece
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import decoding
+from ngsgd.asr.decode.decoding import Search
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
@@ -26,12 +27,10 @@ EDGE_FRAMES = 10
 NUM_SILENCE_PASSES = 5
 # frames on either side over which speech/silence scores are smoothed
 SMOOTHING = 5
-# maximum number of active states: the graph of a transcript is small
-NO_LIMIT = 1_000_000
-# beam of the search through the graph of a transcript, nats
-BEAM = 200.0
-# factor of the beam for an utterance whose search failed
-WIDER = 8.0
+# through the graph of a transcript, which is small
+_SEARCH = Search(acoustic_scale=1.0, beam=200.0, max_active=1_000_000)
+# for an utterance whose search failed
+_WIDER = replace(_SEARCH, beam=1600.0)
 
 # utt_id -> states of its frames
 States = Mapping[str, PdfIds]
@@ -65,10 +64,13 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
     """
     starts = flat_start(corpus, oov)
     x_TK = Decorrelated(corpus)
-    is_silence = {utt_id: _edges(len(starts[utt_id])) for utt_id in starts}
+    is_silence = {}
+    for utt_id, pdf_T in starts.items():
+        frame_T, width = np.arange(len(pdf_T)), min(EDGE_FRAMES, len(pdf_T) // 10)
+        is_silence[utt_id] = (frame_T < width) | (frame_T >= len(pdf_T) - width)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
     for _ in range(NUM_SILENCE_PASSES):
-        fitted = Gaussians.fit_pieces(lambda: x_TK.pieces(
+        fitted = Gaussians.fit(lambda: x_TK.pieces(
             (utt_id, (~is_silence[utt_id]).astype(np.int32)) for utt_id in train), 2)
         for utt_id in starts:
             loglik_T2 = fitted.log_likelihood(x_TK[utt_id])
@@ -82,12 +84,6 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
         if utt_id in starts and (~is_silence[utt_id]).sum() >= len(spoken):
             starts[utt_id] = _spread(is_silence[utt_id], spoken, topology.silence_pdfs)
     return starts
-
-
-def _edges(num_frames: int) -> npt.NDArray[np.bool_]:
-    width = min(EDGE_FRAMES, num_frames // 10)
-    frame_T = np.arange(num_frames)
-    return (frame_T < width) | (frame_T >= num_frames - width)
 
 
 def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int],
@@ -116,18 +112,12 @@ def score_by_gaussians(corpus: Corpus, states: States) -> Scores:
     """T x P scores of every utterance from Gaussians of the training set; computed when read."""
     x_TK = Decorrelated(corpus)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
-    fitted = Gaussians.fit_pieces(
-        lambda: x_TK.pieces((utt_id, states[utt_id]) for utt_id in train), corpus.num_pdfs)
+    fitted = Gaussians.fit(lambda: x_TK.pieces((utt_id, states[utt_id]) for utt_id in train), corpus.num_pdfs)
     return Computed(list(x_TK), lambda utt_id: fitted.log_likelihood(x_TK[utt_id]))
 
 
 class Computed(Mapping[str, npt.NDArray[np.float32]]):
-    """Scores of utterances that are computed whenever they are read, and not kept.
-
-    Args:
-        utt_ids: the utterances.
-        compute: returns the T x P scores of one.
-    """
+    """Scores of utterances that are computed whenever they are read, and not kept."""
 
     def __init__(self, utt_ids: Sequence[str],
                  compute: Callable[[str], npt.NDArray[np.float32]]) -> None:
@@ -162,7 +152,7 @@ def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
     """Find the best path of each utterance in `states` through the graph of its transcript.
 
     Args:
-        corpus: the speech.
+        corpus: has the transcripts.
         states: the utterances to align, and the states of those without a path.
         logliks: scores of each of these utterances, which are read once.
         oov: word that replaces words missing in the lexicon.
@@ -181,7 +171,10 @@ def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
                 graph = graphs.within(given, words)
             else:
                 graph = graphs.of_transcript(corpus.language.topology, words)
-            path = _best_path(graph, logliks[utt_id])
+            loglik_TP = logliks[utt_id]
+            path = decoding.best_path(graph, loglik_TP, _SEARCH)
+            if not path.is_complete:
+                path = decoding.best_path(graph, loglik_TP, _WIDER)
             found_T = path.pdf_T
             if graph.phone_states is not None:
                 found_T = np.array(graph.phone_states, np.int32)[found_T]
@@ -197,14 +190,6 @@ def share_changed(before: States, after: States) -> float:
     """Fraction of all frames whose state changed."""
     changed = sum(int((after[utt_id] != before[utt_id]).sum()) for utt_id in after)
     return changed / sum(map(len, after.values()))
-
-
-def _best_path(graph: graphs.Graph, loglik_TP: npt.NDArray[np.float32]) -> decoding.Path:
-    for width in (BEAM, WIDER * BEAM):
-        path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=width, max_active=NO_LIMIT)
-        if path.is_complete:
-            break
-    return path
 
 
 class Decorrelated(Mapping[str, Matrix]):

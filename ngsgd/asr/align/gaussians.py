@@ -84,32 +84,31 @@ class Gaussians:
     variance_PK: Matrix
 
     @classmethod
-    def fit(cls, x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Gaussians:
-        """Estimate by maximum likelihood with a variance floor."""
-        return cls.fit_pieces(lambda: [(x_TK, pdf_T)], num_pdfs)
+    def fit(cls, pieces: Callable[[], Iterable[Piece]], num_pdfs: int) -> Gaussians:
+        """Estimate by maximum likelihood with a variance floor.
 
-    @classmethod
-    def fit_pieces(cls, pieces: Callable[[], Iterable[Piece]], num_pdfs: int) -> Gaussians:
-        """Estimate as `fit` from frames in pieces, bitwise identically.
-
-        Args:
-            pieces: returns all frames and their states; called twice.
-            num_pdfs: number of states.
+        `pieces` returns all frames and their states; it is called twice. The result is bitwise that
+        of one piece.
         """
-        sums = None
         count_P = np.zeros(num_pdfs)
+        all_K, sum_PK, square_PK = np.zeros(0), np.zeros((num_pdfs, 0)), np.zeros((num_pdfs, 0))
         for x_TK, pdf_T in pieces():
-            sums = sums or _Sums.zero(x_TK.shape[1], num_pdfs)
+            if not all_K.size:
+                all_K = np.zeros(x_TK.shape[1])
+                sum_PK, square_PK = np.zeros((2, num_pdfs, x_TK.shape[1]))
             count_P += np.bincount(pdf_T, minlength=num_pdfs)
-            sums.add(x_TK, pdf_T)
-        assert sums is not None
+            # the sums so far are the first frames
+            pdf_N = np.concatenate([np.arange(num_pdfs), pdf_T])
+            all_K = cmvn.added(all_K, x_TK)
+            sum_PK = sums_by_state(np.concatenate([sum_PK, x_TK]), pdf_N, num_pdfs)
+            square_PK = sums_by_state(np.concatenate([square_PK, x_TK**2]), pdf_N, num_pdfs)
         num_frames = count_P.sum()
-        all_mean_K, square_K = sums.all_K / num_frames, np.zeros_like(sums.all_K)
+        all_mean_K, all_square_K = all_K / num_frames, np.zeros_like(all_K)
         for x_TK, _ in pieces():
-            square_K = cmvn.added(square_K, np.square(x_TK - all_mean_K))
-        all_variance_K = square_K / num_frames
+            all_square_K = cmvn.added(all_square_K, np.square(x_TK - all_mean_K))
+        all_variance_K = all_square_K / num_frames
         safe_P1 = np.maximum(count_P, 1.0)[:, None]
-        mean_PK, square_PK = sums.sum_PK / safe_P1, sums.square_PK / safe_P1
+        mean_PK, square_PK = sum_PK / safe_P1, square_PK / safe_P1
         variance_PK = np.maximum(square_PK - mean_PK**2, VARIANCE_FLOOR * all_variance_K)
         rare_P1 = (count_P < FEWEST_FRAMES)[:, None]
         return cls(np.where(rare_P1, all_mean_K, mean_PK), np.where(rare_P1, all_variance_K, variance_PK))
@@ -120,28 +119,6 @@ class Gaussians:
         constant_P = -0.5 * (np.log(self.variance_PK) + self.mean_PK**2 * precision_PK + math.log(2 * math.pi)).sum(axis=1)
         quadratic_TP = -0.5 * x_TK**2 @ precision_PK.T + x_TK @ (self.mean_PK * precision_PK).T
         return np.asarray(quadratic_TP + constant_P, dtype=np.float32)
-
-
-@dataclass
-class _Sums:
-    """Sums over frames, in their order: of all frames, and by state."""
-
-    all_K: Matrix
-    sum_PK: Matrix
-    square_PK: Matrix
-
-    @classmethod
-    def zero(cls, num_features: int, num_pdfs: int) -> _Sums:
-        sum_PK, square_PK = np.zeros((2, num_pdfs, num_features))
-        return cls(np.zeros(num_features), sum_PK, square_PK)
-
-    def add(self, x_TK: Matrix, pdf_T: npt.NDArray[np.int32]) -> None:
-        num_pdfs = len(self.sum_PK)
-        # the sums so far are the first frames
-        pdf_N = np.concatenate([np.arange(num_pdfs), pdf_T])
-        self.all_K = cmvn.added(self.all_K, x_TK)
-        self.sum_PK = sums_by_state(np.concatenate([self.sum_PK, x_TK]), pdf_N, num_pdfs)
-        self.square_PK = sums_by_state(np.concatenate([self.square_PK, x_TK**2]), pdf_N, num_pdfs)
 
 
 def time_differences(x_TK: Matrix) -> Matrix:

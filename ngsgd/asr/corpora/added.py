@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,33 +15,15 @@ from ngsgd.asr.features import augment
 from ngsgd.asr.features.augment import Mix
 from ngsgd.asr.lang import lexicon
 from ngsgd.asr.lang.topology import Topology
-from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
-from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 
 
 def read(data: DataConfig) -> Sequence[UtteranceEntry]:
-    """Read the tables of all directories.
-
-    Raises:
-        DataError: a table is missing or damaged, or an utterance is in two directories.
-    """
-    hashes = array("q")
-
-    def every() -> Iterator[UtteranceEntry]:
-        for folder in data.added_dirs:
-            for one in data_dir.read(Path(folder).expanduser(), given_features=False):
-                hashes.append(hash(one.utt_id))
-                yield one
-
-    listed = data_dir.Listing(every())
-    if twice := Index(hashes, lambda at: listed[at].utt_id).duplicate():
-        first, second = (listed[at] for at in twice)
-        raise DataError(f"{second.where}: {second.utt_id} is also in {first.where}; "
-                        "give every utterance of data.added_dirs a unique name.")
-    return listed
+    """Read the tables of all directories, whose utterances must have unique names."""
+    return data_dir.Listing(one for folder in data.added_dirs
+                            for one in data_dir.read(Path(folder).expanduser(), given_features=False))
 
 
 def fingerprint(data: DataConfig) -> dict[str, Any]:
@@ -56,46 +36,38 @@ def fingerprint(data: DataConfig) -> dict[str, Any]:
     return {"added": {"speech": seen.hexdigest(), "copies": data.added_copies}}
 
 
-def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, feature_config: FeatureConfig,
-               changes: AugmentConfig, *, labels: Alignment | None = None, num_pdfs: int = 0,
-               silence_pdfs: Sequence[int] = (), mix: Mix | None = None) -> Iterable[Utterance]:
+def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, features: FeatureConfig,
+               changes: AugmentConfig, topology: Topology, *, labels: Alignment | None = None,
+               mix: Mix | None = None) -> Iterable[Utterance]:
     """Yield `data.added_copies` copies of each utterance, augmented independently.
 
     Args:
-        listed: the utterances.
-        data: the section `data`.
-        feature_config: the section `features`.
-        changes: the section `augment`.
-        labels: HMM states of the frames; utterances without are omitted. Default: the utterances
-            have no labels.
-        num_pdfs: number of HMM states, for a check of `labels`.
-        silence_pdfs: states of silence.
+        listed, data, features, changes, topology: utterances, sections of the settings, states.
+        labels: HMM states of the frames; utterances without are omitted. Default: none has labels.
         mix: adds the noise of a generated corpus, except to the clean fraction.
 
     Raises:
         DataError: most utterances have no labels.
     """
-    said: Iterable[Utterance] = data_dir.spoken(listed, feature_config)
+    said: Iterable[Utterance] = data_dir.spoken(listed, features)
     if labels:
         missing = [one.utt_id for one in listed if one.utt_id not in labels.pdf_T]
         if len(missing) > alignments.MOST_MISSING * len(listed):
             raise DataError(f"{labels.path} has no states for {len(missing)} of the {len(listed)} "
                             f"utterances of data.added_dirs, the first is {missing[0]}; use an "
                             "alignment of this data, or leave data.alignment empty.")
-        said = _labelled(said, labels, num_pdfs)
+        said = (_labelled(one, labels, topology.num_pdfs) for one in said if one.utt_id in labels.pdf_T)
     changes = replace(changes, num_copies=changes.num_copies * data.added_copies)
     if not mix and not changes.changes_audio:
         return said
-    return augment.augmented(said, changes, sample_rate_hz=feature_config.sample_rate_hz,
-                             silence_pdfs=silence_pdfs, mix=mix)
+    return augment.augmented(said, changes, sample_rate_hz=features.sample_rate_hz,
+                             silence_pdfs=topology.silence_pdfs, mix=mix)
 
 
-def _labelled(said: Iterable[Utterance], labels: Alignment, num_pdfs: int) -> Iterator[Utterance]:
-    for one in said:
-        if one.utt_id in labels.pdf_T:
-            pdf_T = labels.pdf_T[one.utt_id]
-            alignments.check(pdf_T, one.utt_id, len(one.pdf_T), num_pdfs, labels.path)
-            yield replace(one, pdf_T=pdf_T)
+def _labelled(one: Utterance, labels: Alignment, num_pdfs: int) -> Utterance:
+    pdf_T = labels.pdf_T[one.utt_id]
+    alignments.check(pdf_T, one.utt_id, len(one.pdf_T), num_pdfs, labels.path)
+    return replace(one, pdf_T=pdf_T)
 
 
 def check_words(listed: Sequence[UtteranceEntry], topology: Topology, corpus: str) -> None:
@@ -107,12 +79,3 @@ def check_words(listed: Sequence[UtteranceEntry], topology: Topology, corpus: st
             raise DataError(f"{one.where}: {one.utt_id} has {reason}, but the words of data.corpus={corpus} are "
                             f"{', '.join(topology.words)}; correct or remove the utterance, or train with "
                             "recipe=kaldi and a lexicon.")
-
-
-def check_names(data: DataConfig, train: SpeechSet) -> None:
-    """Raise DataError if an added utterance has the name of another one."""
-    utt_ids = train.frames.utt_ids
-    if data.added_dirs and len(set(utt_ids)) < len(utt_ids):
-        twice = next(utt_id for utt_id, number in Counter(utt_ids).items() if number > 1)
-        raise DataError(f"data.added_dirs has the utterance {twice}, and so has data.corpus="
-                        f"{data.corpus}; rename it in text, utt2spk and wav.scp.")

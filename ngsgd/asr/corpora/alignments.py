@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 
 from ngsgd.asr import unpacking
 from ngsgd.asr.features import augment
@@ -27,8 +26,6 @@ from ngsgd.files import new_file
 # maximum fraction of unaligned utterances in a set; beyond it the file probably belongs to other
 # data
 MOST_MISSING = 0.5
-
-
 # file next to an alignment: lines "pdf phone state"
 PDF_TABLE = "pdfs.txt"
 # the largest trees of Kaldi have about 20,000 leaves
@@ -71,14 +68,7 @@ class Alignment:
 
 
 class Labels(Mapping[str, PdfIds]):
-    """Labels of utterances in an unnamed temporary file; 40 bytes of memory for each.
-
-    Args:
-        labels: names and labels, read once.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Labels of utterances in an unnamed temporary file; 40 bytes of memory for each."""
 
     def __init__(self, labels: Iterable[tuple[str, PdfIds]]) -> None:
         # closed, and therefore removed, with this object
@@ -121,9 +111,6 @@ def read(path: Path) -> Alignment:
     (lines "transition-id pdf") or final.mdl translates. Without these files they are pdfs, as from
     ali-to-pdf. A file pdfs.txt in the folder, as written by `ngsgd export --data`, names the pdfs.
 
-    Args:
-        path: file or folder.
-
     Raises:
         DataError: it is missing, damaged or inconsistent.
     """
@@ -136,11 +123,6 @@ def read(path: Path) -> Alignment:
     if path.is_dir():
         return Alignment(_read_folder(path), path, names)
     return Alignment(_read_npz(path) if path.suffix == ".npz" else tables.read_int_vectors(path), path, names)
-
-
-def pdf_table(pdf_names: tuple[str, ...]) -> str:
-    """Return the content of a file pdfs.txt."""
-    return "".join(f"{pdf} {name}\n" for pdf, name in enumerate(pdf_names))
 
 
 def _read_pdf_table(path: Path) -> tuple[str, ...]:
@@ -157,9 +139,7 @@ def _read_pdf_table(path: Path) -> tuple[str, ...]:
 
 
 def write(path: Path, pdf_T: Mapping[str, PdfIds]) -> None:
-    """Write an alignment atomically: as .npz, or as text lines "utt pdf pdf ..." for other
-    names.
-    """
+    """Write an alignment atomically: as .npz, or for other names as lines "utt pdf pdf ..."."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as temporary:
         if path.suffix == ".npz":
@@ -175,49 +155,25 @@ def attach(alignment: Alignment, name: str, speech: SpeechSet, num_pdfs: int) ->
 
     An augmented copy of an utterance without labels gets those of the original, at its speed.
     """
-    lengths = np.diff(speech.frames.offsets)
-    found = _Attached(alignment, speech.frames.utt_ids, lengths)
-    missing = [utt_id for utt_id in speech.frames.utt_ids if utt_id not in found]
-    if len(missing) > MOST_MISSING * len(lengths):
-        raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(lengths)} "
+    utt_ids, known = speech.frames.utt_ids, alignment.pdf_T
+    missing = [utt_id for utt_id in utt_ids
+               if utt_id not in known and augment.original(utt_id)[0] not in known]
+    if len(missing) > MOST_MISSING * len(utt_ids):
+        raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(utt_ids)} "
                         f"utterances of {name}, the first is {missing[0]}; use the alignment of "
                         "this data, or data.alignment=flat.")
-    for utt_id, length in zip(speech.frames.utt_ids, lengths.tolist(), strict=True):
-        if utt_id in found:
-            check(found[utt_id], utt_id, length, num_pdfs, alignment.path)
-    return speech.labelled(found), missing
 
+    def found() -> Iterator[tuple[str, PdfIds]]:
+        lengths = np.diff(speech.frames.offsets).tolist()
+        for utt_id, length in zip(utt_ids, lengths, strict=True):
+            source, factor = (utt_id, 1.0) if utt_id in known else augment.original(utt_id)
+            if source in known:
+                pdf_T = known[source]
+                pdf_T = pdf_T if factor == 1.0 else augment.retime(pdf_T, length, factor)
+                check(pdf_T, utt_id, length, num_pdfs, alignment.path)
+                yield utt_id, pdf_T
 
-class _Attached(Mapping[str, PdfIds]):
-    """Labels of the utterances of a set, computed when they are read."""
-
-    def __init__(self, alignment: Alignment, utt_ids: Sequence[str], lengths: npt.NDArray[np.int64]) -> None:
-        self._alignment, self._utt_ids, self._lengths = alignment, utt_ids, lengths
-        self._index = Index(array("q", map(hash, utt_ids)), utt_ids.__getitem__)
-
-    def __getitem__(self, utt_id: str) -> PdfIds:
-        at = self._index.find(utt_id)
-        labels = None if at is None else _labels(self._alignment, utt_id, int(self._lengths[at]))
-        if labels is None:
-            raise KeyError(utt_id)
-        return labels
-
-    def __contains__(self, utt_id: object) -> bool:
-        return isinstance(utt_id, str) and (utt_id in self._alignment.pdf_T
-                                            or augment.original(utt_id)[0] in self._alignment.pdf_T)
-
-    def __iter__(self) -> Iterator[str]:
-        return (utt_id for utt_id in self._utt_ids if utt_id in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _labels(alignment: Alignment, utt_id: str, num_frames: int) -> PdfIds | None:
-    source, factor = augment.original(utt_id)
-    if utt_id in alignment.pdf_T or source not in alignment.pdf_T:
-        return alignment.pdf_T.get(utt_id)
-    return alignment.pdf_T[source] if factor == 1.0 else augment.retime(alignment.pdf_T[source], num_frames, factor)
+    return speech.labelled(Labels(found())), missing
 
 
 def check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Path) -> None:
@@ -239,23 +195,19 @@ def _read_npz(path: Path) -> Mapping[str, PdfIds]:
     try:
         arrays = unpacking.load_npz(path, mapped=("pdf",))
         pdf_N, offsets, utt_ids = arrays["pdf"], arrays["offsets"], arrays["utt_ids"]
-        if not _fit(pdf_N, offsets, utt_ids):
+        if not (pdf_N.ndim == offsets.ndim == utt_ids.ndim == 1 and pdf_N.dtype.kind in "iu"
+                and offsets.dtype.kind in "iu" and utt_ids.dtype.kind == "U"
+                and len(offsets) == len(utt_ids) + 1
+                and all(int(block_N.min()) >= -2**31 and int(block_N.max()) < 2**31
+                        for block_N in mapped.blocks(pdf_N))
+                and offsets[0] == 0 and offsets[-1] == len(pdf_N)
+                and (np.diff(offsets.astype(np.int64)) >= 0).all()):
             raise ValueError("its arrays are inconsistent")
         return Labels((str(utt_id), mapped.copied(pdf_N[first:end]).astype(np.int32, copy=False))
                       for utt_id, first, end in zip(utt_ids, offsets[:-1], offsets[1:], strict=True))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} is not an alignment of ngsgd align ({error}); create it "
                         "again.") from error
-
-
-def _fit(pdf_N: npt.NDArray[Any], offsets: npt.NDArray[Any], utt_ids: npt.NDArray[Any]) -> bool:
-    """Check for 32-bit integers, increasing offsets from 0 to the size, a name per utterance."""
-    if not (pdf_N.ndim == offsets.ndim == utt_ids.ndim == 1 and pdf_N.dtype.kind in "iu" and offsets.dtype.kind in "iu"
-            and utt_ids.dtype.kind == "U" and len(offsets) == len(utt_ids) + 1):
-        return False
-    in_range = all(int(block_N.min()) >= -2**31 and int(block_N.max()) < 2**31
-                   for block_N in mapped.blocks(pdf_N))
-    return bool(in_range and offsets[0] == 0 and offsets[-1] == len(pdf_N) and (np.diff(offsets.astype(np.int64)) >= 0).all())
 
 
 def _read_folder(folder: Path) -> Mapping[str, PdfIds]:
@@ -268,18 +220,16 @@ def _read_folder(folder: Path) -> Mapping[str, PdfIds]:
     path = transitions_file(folder)
     if not path.exists() or (path.name == _MODEL and (folder / PDF_TABLE).exists()):
         return Labels(found)
-    return Labels(_translated(found, read_tid2pdf(path), path))
+    table = np.array([-1, *read_tid2pdf(path)], dtype=np.int32)
 
+    def translated() -> Iterator[tuple[str, PdfIds]]:
+        for utt_id, tids in found:
+            if len(tids) and (tids.min() < 1 or tids.max() >= len(table)):
+                raise DataError(f"{folder} has the transition {tids.max()} in {utt_id}, but its "
+                                f"{path.name} ranges from 1 to {len(table) - 1}; use both from one model.")
+            yield utt_id, table[tids]
 
-def _translated(found: Iterable[tuple[str, npt.NDArray[np.int32]]], pdf_of: Sequence[int],
-                path: Path) -> Iterator[tuple[str, PdfIds]]:
-    """Replace transition ids with pdfs."""
-    table = np.array([-1, *pdf_of], dtype=np.int32)
-    for utt_id, tids in found:
-        if len(tids) and (tids.min() < 1 or tids.max() > len(pdf_of)):
-            raise DataError(f"{path.parent} has the transition {tids.max()} in {utt_id}, but its "
-                            f"{path.name} ranges from 1 to {len(pdf_of)}; use both from one model.")
-        yield utt_id, table[tids]
+    return Labels(translated())
 
 
 def transitions_file(folder: Path) -> Path:

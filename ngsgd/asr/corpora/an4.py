@@ -19,7 +19,7 @@ import numpy as np
 from ngsgd import files
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import alignments
-from ngsgd.asr.corpora.held_out import hold_out
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
@@ -44,12 +44,7 @@ OF_GMM = {
 
 
 def require_of_gmm(source: str, wanted: Sequence[str]) -> None:
-    """Raise DataError if the folder lacks files of a GMM.
-
-    Args:
-        source: the folder.
-        wanted: keys of `OF_GMM`.
-    """
+    """Raise DataError if the folder lacks files of a GMM; `wanted` are keys of `OF_GMM`."""
     missing = {kind: [name for name in OF_GMM[kind][0] if not (locate(source) / name).is_file()] for kind in wanted}
     if names := [name for kind in wanted for name in missing[kind]]:
         others = "; ".join(OF_GMM[kind][1] for kind in wanted if missing[kind])
@@ -103,8 +98,8 @@ def released_checksums() -> Mapping[str, str]:
 
 def _read_set(folder: Path, name: str, *, is_labeled: bool) -> list[FramedUtterance]:
     features = tables.read_ark(folder / f"feats_{name}.ark")
-    texts = tables.read_table(folder / f"text_{name}")
-    speakers = tables.read_table(folder / f"utt2spk_{name}")
+    texts = tables.Table(folder / f"text_{name}")
+    speakers = tables.Table(folder / f"utt2spk_{name}")
     pdfs = alignments.read(folder / f"ali_{name}.npz").pdf_T if is_labeled \
         else {utt_id: unaligned(len(features[utt_id])) for utt_id in texts}
     return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()),
@@ -113,11 +108,21 @@ def _read_set(folder: Path, name: str, *, is_labeled: bool) -> list[FramedUttera
 
 
 def _language(folder: Path, *, has_graph: bool) -> Language:
-    lexicon = _lexicon((folder / "an4.dic").read_text(encoding="utf-8"))
+    # the unknown word of Kaldi is pronounced as silence
+    lexicon: dict[str, tuple[Pronunciation, ...]] = {UNKNOWN: ((SILENCE_PHONE,),)}
+    for line in (folder / "an4.dic").read_text(encoding="utf-8").splitlines():
+        if fields := line.split():
+            # "WORD(2) PH PH" for second pronunciations
+            word, phones = re.sub(r"\(\d+\)$", "", fields[0]), tuple(fields[1:])
+            if phones not in lexicon.get(word, ()):
+                lexicon[word] = (*lexicon.get(word, ()), phones)
     # in this order the GMM numbered its states, three for each phone
-    phones = {phone for spoken in lexicon.values() for phones in spoken for phone in phones} - {SILENCE_PHONE}
-    topology = Topology(tuple(sorted(phones)), lexicon, num_silence_states=3)
-    arpa = _kaldis_unigrams((folder / "an4.ug.lm").read_text(encoding="utf-8"))
+    names = {phone for spoken in lexicon.values() for phones in spoken for phone in phones}
+    topology = Topology(tuple(sorted(names - {SILENCE_PHONE})), lexicon, num_silence_states=3)
+    unigrams = re.findall(r"^(-\d+\.\d+)\s+(\S+)\s+-?\d+\.\d+$",
+                          (folder / "an4.ug.lm").read_text(encoding="utf-8"), re.MULTILINE)
+    kept = [f"{cost}\t{word}" for cost, word in unigrams if word not in NOT_IN_KALDIS_LM]
+    arpa = "\n".join(["\\data\\", f"ngram 1={len(kept)}", "", "\\1-grams:", *kept, "", "\\end\\", ""])
     if not has_graph:
         return Language(topology, arpa=arpa)
     about = json.loads((folder / "ali.json").read_text(encoding="utf-8"))
@@ -128,26 +133,3 @@ def _language(folder: Path, *, has_graph: bool) -> Language:
     given = GivenGraph((folder / "HCLG.fst").read_bytes(),
                        tuple(words.get(n, f"#{n}") for n in range(1, max(words) + 1)), tid2pdf)
     return Language(topology, arpa=arpa, given=given)
-
-
-def _lexicon(text: str) -> dict[str, tuple[Pronunciation, ...]]:
-    """Read the dictionary of CMU, "WORD(2) PH PH" for second pronunciations.
-
-    The unknown word of Kaldi is pronounced as silence.
-    """
-    lexicon: dict[str, tuple[Pronunciation, ...]] = {UNKNOWN: (("SIL",),)}
-    for line in text.splitlines():
-        if fields := line.split():
-            word = re.sub(r"\(\d+\)$", "", fields[0])
-            phones = tuple(fields[1:])
-            if phones not in lexicon.get(word, ()):
-                lexicon[word] = (*lexicon.get(word, ()), phones)
-    return lexicon
-
-
-def _kaldis_unigrams(text: str) -> str:
-    """Return the unigrams of an4.ug.lm without the words that egs/an4 removes, as ARPA text."""
-    unigrams = re.findall(r"^(-\d+\.\d+)\s+(\S+)\s+-?\d+\.\d+$", text, re.MULTILINE)
-    lines = [f"{cost}\t{word}" for cost, word in unigrams if word not in NOT_IN_KALDIS_LM]
-    return "\n".join(["\\data\\", f"ngram 1={len(lines)}", "", "\\1-grams:", *lines, "", "\\end\\",
-                      ""])

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -55,7 +54,11 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
             if speech.raw_TD is not None:
                 _save(new / f"{name}.raw_TD.npy", speech.raw_TD)
             if speech.cmvn is not None:
-                np.savez(new / f"{name}{_CMVN}", **_arrays_of(speech.cmvn))
+                units = list(speech.cmvn.stats)
+                place = {unit: at for at, unit in enumerate(units)}
+                np.savez(new / f"{name}{_CMVN}", names=np.array(units, dtype=np.str_),
+                         stats=np.array(list(speech.cmvn.stats.values())),
+                         unit_U=np.array([place[unit] for unit in speech.cmvn.unit_of], np.int64))
             words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
             with (new / f"{name}.json").open("w", encoding="utf-8") as file:
                 columns.write_json(file, words)
@@ -79,19 +82,19 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
         shutil.copyfile(source, path)
 
 
-def invalidate(folder: Path) -> None:
-    """Let `store` replace a damaged folder."""
-    with contextlib.suppress(OSError):
-        (folder / MANIFEST).unlink()
-
-
 def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
     """Load the sets, the language, and a digest of all files.
 
     Raises:
         DamagedError: a file is missing or does not match its checksum.
     """
-    manifest = _read_manifest(folder)
+    try:
+        manifest = files.unsealed("corpus", files.read_json(folder / MANIFEST))
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
+    if set(manifest) != {"made_from", "sets", "sha256", "language"} \
+            or not isinstance(manifest["sha256"], dict):
+        raise DamagedError(f"{folder / MANIFEST} has missing or unknown entries")
     for name, expected in manifest["sha256"].items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
@@ -108,36 +111,17 @@ def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
         raise DamagedError(f"{folder} cannot be read ({error!r})") from error
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = files.unsealed("corpus", files.read_json(folder / MANIFEST))
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
-    if set(manifest) != {"made_from", "sets", "sha256", "language"} or not isinstance(manifest["sha256"], dict):
-        raise DamagedError(f"{folder / MANIFEST} has missing or unknown entries")
-    return manifest
-
-
 def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
     words = {key: _COLUMN_OF[key](items) for key, items in
              columns.read_json(files.read_regular_text(folder / f"{name}.json", _MAX_NAMES_BYTES))}
     features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
     frames = FrameSet(features_TD=features_TD, pdf_T=pdf_T, offsets=np.array(offsets), utt_ids=words["utt_ids"])
-    raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
+    raw, units = folder / f"{name}.raw_TD.npy", None
     # only files with verified checksums
-    return SpeechSet(frames, words["texts"], words["speakers"],
-                     _units_of(statistics) if statistics.name in listed else None,
+    if f"{name}{_CMVN}" in listed:
+        with np.load(folder / f"{name}{_CMVN}") as arrays:
+            names = arrays["names"].tolist()
+            units = CmvnStats(dict(zip(names, arrays["stats"], strict=True)),
+                              Selected(names, map(int, arrays["unit_U"])))
+    return SpeechSet(frames, words["texts"], words["speakers"], units,
                      np.load(raw, mmap_mode="r") if raw.name in listed else None)
-
-
-def _arrays_of(units: CmvnStats) -> dict[str, Any]:
-    names = list(units.stats)
-    place = {name: at for at, name in enumerate(names)}
-    return {"stats": np.array([units.stats[name] for name in names]), "names": np.array(names, dtype=np.str_),
-            "unit_U": np.array([place[name] for name in units.unit_of], np.int64)}
-
-
-def _units_of(path: Path) -> CmvnStats:
-    with np.load(path) as arrays:
-        names = arrays["names"].tolist()
-        return CmvnStats(dict(zip(names, arrays["stats"], strict=True)), Selected(names, map(int, arrays["unit_U"])))

@@ -24,6 +24,7 @@ import hashlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -36,14 +37,13 @@ import numpy.typing as npt
 from ngsgd import shared_work
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import added, alignments, an4, cache, copies, kaldi_dirs, label_paths, yesno
-from ngsgd.asr.corpora.alignments import Alignment
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
-from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
+from ngsgd.asr.corpora.fsdd import recordings, source
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.kaldi_io import lines
-from ngsgd.asr.lang import graphs, homophones, ngram, ngram_mixture
+from ngsgd.asr.lang import graphs, lexicon, ngram
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -150,12 +150,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
             augment_config: AugmentConfig | None = None) -> Corpus:
     """Return the corpus, from the cache if possible; damaged files are prepared again.
 
-    Args:
-        data: the section `data`.
-        feature_config: the section `features`.
-        cache_root: folder of prepared corpora.
-        report: receives progress messages.
-        augment_config: changes of the training set. Default: none.
+    `augment_config` changes the training set.
 
     Raises:
         DataError: the data are missing, damaged or inconsistent.
@@ -170,7 +165,9 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
             return _complete(_load(data.corpus, folder), data, report)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
-            cache.invalidate(folder)
+            # `store` replaces a folder without a manifest
+            with contextlib.suppress(OSError):
+                (folder / cache.MANIFEST).unlink()
     report(Phase(f"preparing the {data.corpus} corpus: audio, features, labels"))
     work = folder.with_name(f"{folder.name}.shards")
     with shared_work.work_directory(work) if data.corpus in _SHARDED else contextlib.nullcontext():
@@ -179,30 +176,26 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
 
 
 def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
-          feature_config: FeatureConfig, changes: AugmentConfig, report: Report) -> None:
+          features: FeatureConfig, changes: AugmentConfig, report: Report) -> None:
     """Prepare the corpus in the folder, with intermediate results in the folder `work`."""
-    sets, language = _MAKERS[data.corpus](data, feature_config, changes, work, report)
-    added.check_names(data, sets["train"])
-    _check_not_silent(sets["train"])
-    if feature_config.cmvn == "online" and data.corpus not in _SHARDED:
-        all_speech = cmvn.statistics(sets["train"].frames.features_TD)
-        sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
+    sets, language = _MAKERS[data.corpus](data, features, changes, work, report)
+    train_TD, utt_ids = sets["train"].frames.features_TD, sets["train"].frames.utt_ids
+    if data.added_dirs and len(set(utt_ids)) < len(utt_ids):
+        twice = next(utt_id for utt_id, number in Counter(utt_ids).items() if number > 1)
+        raise DataError(f"data.added_dirs has the utterance {twice}, and so has data.corpus={data.corpus}; "
+                        "rename it in text, utt2spk and wav.scp.")
+    if not any((block_TD != train_TD[0]).any() for block_TD in mapped.blocks(train_TD)):
+        raise DataError("all training audio is silent: no feature of its frames varies; check the "
+                        "recordings, and that they have been converted with their sound.")
+    if features.cmvn == "online" and data.corpus not in _SHARDED:
+        all_speech = cmvn.statistics(train_TD)
+        sets = {name: speech_set.normalized_online(speech, all_speech)
+                for name, speech in sets.items()}
     for name, speech in sets.items():
         report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {counted(len(speech.texts), 'utterance')}, "
-               f"{counted(speech.num_words, 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
+               f"{counted(sum(map(len, speech.texts)), 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
-
-
-def _check_not_silent(train: SpeechSet) -> None:
-    """Raise DataError if no feature of the training set varies."""
-    first_D = None
-    for block_TD in mapped.blocks(train.frames.features_TD):
-        first_D = block_TD[0].copy() if first_D is None else first_D
-        if (block_TD != first_D).any():
-            return
-    raise DataError("all training audio is silent: no feature of its frames varies; check the recordings, and that "
-                    "they have been converted with their sound.")
 
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,
@@ -217,10 +210,10 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
         # enough to align other speech; the same noise makes the two alike
         data = replace(data, style="connected", valid_minutes=1.0, test_minutes=1.0,
                        snr_db_low=10.0, snr_db_high=20.0, train_minutes=min(data.train_minutes, _MINUTES_FOR_ALIGNMENT))
-    # a single word has too few frames for normalization
     elif data.corpus == "fsdd":
-        data, feature_config = replace(data, style="isolated"), replace(feature_config,
-                                                                        cmvn="speaker")
+        # a single word has too few frames for normalization
+        data = replace(data, style="isolated")
+        feature_config = replace(feature_config, cmvn="speaker")
     return prepare(data, feature_config, cache_root, report)
 
 
@@ -236,23 +229,20 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     made_with += ["espeakng-loader"] if is_generated else []
     made_with += ["soxr"] if is_generated or feature_config.resample else []
     made_with += ["soundfile"] if data.corpus in _SHARDED or data.added_dirs else []
-    content = {"an4": lambda: an4.fingerprint(data), "yesno": lambda: yesno.fingerprint(data),
-               "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
-               "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
-               "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
-               "digits": lambda: {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {},
-               }.get(data.corpus, dict)()
-    return {"version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config), "content": content,
+    if data.corpus in _SHARDED:
+        content = kaldi_dirs.fingerprint(data, feature_config)
+    elif data.corpus in ("an4", "yesno"):
+        content = (an4 if data.corpus == "an4" else yesno).fingerprint(data)
+    else:
+        content = added.fingerprint(data)
+        # strings are spliced from labels: other labels give other data
+        if (data.corpus == "fsdd" or data.added_dirs) and data.alignment not in ("", "flat"):
+            pdf_T = alignments.read(Path(data.alignment)).pdf_T
+            labels_of = (utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))
+            content["alignment"] = hashlib.sha256(b"".join(labels_of)).hexdigest()
+    return {"version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config),
+            "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
-
-
-def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
-    """Return the content of labels from which strings are spliced: other labels give other data."""
-    if data.alignment in ("", "flat"):
-        return {}
-    pdf_T = alignments.read(Path(data.alignment)).pdf_T
-    content = b"".join(utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))
-    return {"alignment": hashlib.sha256(content).hexdigest()}
 
 
 def _load(name: str, folder: Path) -> Corpus:
@@ -265,7 +255,7 @@ def _load(name: str, folder: Path) -> Corpus:
 
 def _complete(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     """The corpus with the labels, word counts and language model of the settings."""
-    counts = homophones.count_words(corpus.train.texts)
+    counts = lexicon.count_words(corpus.train.texts)
     corpus = replace(corpus, language=replace(corpus.language, word_counts=counts))
     return _with_ngrams(_labelled(corpus, data, report), data, report)
 
@@ -294,8 +284,8 @@ def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
     if not data.lm_mix:
         return model, of_text
     transcripts = estimate(corpus.train.texts)
-    weight = ngram_mixture.best_weight(transcripts, model, corpus.valid.texts)
-    return (ngram_mixture.interpolate(transcripts, model, weight),
+    weight = ngram.best_weight(transcripts, model, corpus.valid.texts)
+    return (ngram.interpolate(transcripts, model, weight),
             f"{of_transcripts} (weight {weight:.3f}) and {of_text}")
 
 
@@ -313,10 +303,17 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
         sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name),
                                                 corpus.num_pdfs)
         if missing:
-            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because {alignment.path} has "
-                   "no states for them: "
-                   f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
-    _check_paths(corpus, alignment, sets.values(), data)
+            some = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because "
+                   f"{alignment.path} has no states for them: {some}")
+    language = corpus.language
+    known = language.given.words if language.given else language.topology.lexicon
+    said = label_paths.labelled(alignment, sets.values(), data.oov_word, dict.fromkeys(known))
+    if language.given:
+        step = max(1, len(alignment.pdf_T) // label_paths.NUM_IN_GRAPH)
+        label_paths.check_in_graph(said, language.given, alignment.path, step=step)
+    else:
+        label_paths.check(said, language.topology, alignment.path)
     digest = hashlib.sha256(corpus.digest.encode())
     for speech in sets.values():
         for block_T in mapped.blocks(speech.frames.pdf_T):
@@ -324,21 +321,10 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     return replace(corpus, **sets, content=digest.hexdigest())
 
 
-def _check_paths(corpus: Corpus, alignment: Alignment, sets: Iterable[SpeechSet], data: DataConfig) -> None:
-    language = corpus.language
-    known = dict.fromkeys(language.given.words) if language.given else language.topology.lexicon
-    utterances = label_paths.labelled(alignment, sets, data.oov_word, known)
-    if language.given:
-        step = max(1, len(alignment.pdf_T) // label_paths.NUM_IN_GRAPH)
-        label_paths.check_in_graph(utterances, language.given, alignment.path, step=step)
-    else:
-        label_paths.check(utterances, language.topology, alignment.path)
-
-
-def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+def _make_digits(data: DataConfig, features: FeatureConfig, changes: AugmentConfig,
                  _work: Path, report: Report) -> Made:
     mix = _noise_of(data)
-    more = _added(data, feature_config, changes, labels.TOPOLOGY)
+    more = _added(data, features, changes, labels.TOPOLOGY)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         # noise that is there before the voice changes would change with it
@@ -349,7 +335,7 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF],
                                mix=mix if is_late else None)
         every = itertools.chain(made, more if name == "train" else ())
-        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), features)
     return sets, Language(labels.TOPOLOGY)
 
 
@@ -364,7 +350,7 @@ def _noise_of(data: DataConfig) -> augment.Mix:
     return mix
 
 
-def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+def _added(data: DataConfig, features: FeatureConfig, changes: AugmentConfig,
            topology: Topology) -> Iterable[Utterance]:
     """Return the added utterances of a generated corpus: aligned and noisy, or to be aligned."""
     listed = added.read(data)
@@ -372,74 +358,55 @@ def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConf
     copies.check_unchanged(listed, changes)
     given = alignments.read(Path(data.alignment)) if data.alignment and listed else None
     if given:
-        label_paths.check(((one.utt_id, one.words, given.pdf_T[one.utt_id]) for one in listed if one.utt_id in given.pdf_T),
-                          topology, given.path)
-    return added.utterances(listed, data, feature_config, changes, mix=_noise_of(data), labels=given,
-                            num_pdfs=topology.num_pdfs, silence_pdfs=topology.silence_pdfs)
+        known = (one for one in listed if one.utt_id in given.pdf_T)
+        said = ((one.utt_id, one.words, given.pdf_T[one.utt_id]) for one in known)
+        label_paths.check(said, topology, given.path)
+    return added.utterances(listed, data, features, changes, topology, labels=given, mix=_noise_of(data))
 
 
-def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+def _make_fsdd(data: DataConfig, features: FeatureConfig, changes: AugmentConfig,
                work: Path, report: Report) -> Made:
     catalogue = load_catalogue()
     if data.alignment not in ("", "flat"):
         given = alignments.read(Path(data.alignment))
         if not data.added_dirs or any(one.utt_id in given.pdf_T for one in catalogue.segments):
             catalogue = catalogue.realigned(given)
-            label_paths.check(((one.utt_id, [one.word], given.pdf_T[one.utt_id]) for one in catalogue.segments),
-                              catalogue.topology, given.path)
+            labelled = ((one.utt_id, [one.word], given.pdf_T[one.utt_id]) for one in catalogue.segments)
+            label_paths.check(labelled, catalogue.topology, given.path)
     pools = split(catalogue.segments, data.split, data.held_out)
     place = source.locate(data.source) if data.source else source.download(work.parent / "downloads", report)
     samples = source.read_recordings(place, catalogue.segments)
     topology = catalogue.topology
     if data.synthetic_minutes or data.added_dirs:
-        topology = synthetic.with_pronunciations(topology)
-    more = _added(data, feature_config, changes, topology)
+        topology = recordings.with_pronunciations(topology)
+    more = _added(data, features, changes, topology)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
-        pool = recordings.Pool(segments=pools[name], babble=pools["train"], samples=samples,
-                               pdf_T=catalogue.pdf_T)
+        pool = recordings.Pool(pools[name], pools["train"], samples, catalogue.pdf_T)
         said: Iterable[Utterance] = (recordings.recordings(pool) if data.style == "isolated" else
                                      recordings.utterances(name, data, pool, minutes=minutes,
                                                            is_clean=_is_clean(name, changes)))
         if name == "train" and data.synthetic_minutes:
             made = utterances.utterances(name, data, minutes=data.synthetic_minutes, num_at_once=os.cpu_count() or 1,
                                          is_clean=_is_clean(name, changes))
-            said = itertools.chain(said, synthetic.relabeled(made, topology))
+            said = itertools.chain(said, recordings.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
         every = itertools.chain(said, more if name == "train" else ())
-        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), features)
     return sets, Language(topology, is_one_word=data.style == "isolated")
 
 
 def _is_clean(set_name: str, changes: AugmentConfig) -> Callable[[str], bool]:
-    """Return a predicate for utterances of a generated set without noise; none of valid and
-    test.
-    """
+    """Return whether an utterance of a generated set has no noise; those of valid and test have."""
     return functools.partial(augment.is_clean, config=changes if set_name == "train" else AugmentConfig())
 
 
-def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig,
-              _work: Path, _report: Report) -> Made:
-    return an4.make(data, feature_config)
-
-
-def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                _work: Path, _report: Report) -> Made:
-    return yesno.make(data, feature_config, changes)
-
-
-def _make_kaldi_dirs(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                     work: Path, report: Report) -> Made:
-    return kaldi_dirs.make(data, feature_config, changes, work, report)
-
-
 _MAKERS: dict[str, Callable[[DataConfig, FeatureConfig, AugmentConfig, Path, Report], Made]] = {
-    "digits": _make_digits, "fsdd": _make_fsdd, "an4": _make_an4,
-    "yesno": _make_yesno, "kaldi": _make_kaldi_dirs, "lhotse": _make_kaldi_dirs,
+    "digits": _make_digits, "fsdd": _make_fsdd, "kaldi": kaldi_dirs.make, "lhotse": kaldi_dirs.make,
+    "an4": lambda data, feature_config, *_: an4.make(data, feature_config),
+    "yesno": lambda data, feature_config, changes, *_: yesno.make(data, feature_config, changes),
 }
 
 
 def _minutes_of_sets(data: DataConfig) -> dict[str, float]:
-    return {"train": data.train_minutes, "valid": data.valid_minutes, "test": data.test_minutes}
-
-
+    return {name: getattr(data, f"{name}_minutes") for name in utterances.SETS}

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.asr.lang import lexicon
 from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
 from ngsgd.config import FeatureConfig
-from ngsgd.data.columns import Column, Spool
+from ngsgd.data.columns import Column, Index, Spool
 from ngsgd.errors import DataError
 from ngsgd.files import named_in
 
@@ -55,12 +56,23 @@ class UtteranceEntry:
 class Listing(Column[UtteranceEntry]):
     """Utterances in an unnamed temporary file; they are created when they are read.
 
-    Args:
-        entries: the utterances; read once.
+    Raises:
+        DataError: two have one name.
     """
 
     def __init__(self, entries: Iterable[UtteranceEntry]) -> None:
-        self._records = Spool(json.dumps(to_json(one)).encode() for one in entries)
+        hashes = array("q")
+
+        def records() -> Iterator[bytes]:
+            for one in entries:
+                hashes.append(hash(one.utt_id))
+                yield json.dumps(to_json(one)).encode()
+
+        self._records = Spool(records())
+        if twice := Index(hashes, lambda at: self[at].utt_id).duplicate():
+            first, second = (self[at] for at in twice)
+            raise DataError(f"{second.where}: {second.utt_id} is also in {first.where}; give every utterance a "
+                            "unique name, or remove one of them.")
 
     def __len__(self) -> int:
         return len(self._records)
@@ -90,12 +102,19 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; create it, or set data.source to another "
                         "folder.")
-    texts, speakers = tables.read_table(folder / "text"), tables.read_table(folder / "utt2spk")
+    texts, speakers = tables.Table(folder / "text"), tables.Table(folder / "utt2spk")
     source = folder / ("feats.scp" if given_features else "segments" if (folder / "segments").exists() else "wav.scp")
-    contents = tables.read_table(source)
+    contents = tables.Table(source)
     content_of = _contents(folder, source.name, contents)
-    _same_keys(texts, speakers, folder / "utt2spk")
-    _same_keys(texts, contents, source)
+    for others, path in ((speakers, folder / "utt2spk"), (contents, source)):
+        for utt_id, text in texts.items():
+            if utt_id not in others:
+                raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; add it, "
+                                "or remove the transcript.")
+        for utt_id, other in others.items():
+            if utt_id not in texts:
+                raise DataError(f"{other.where}: {utt_id} has no transcript in text; add it, or remove "
+                                "the line.")
     for utt_id, speaker in speakers.items():
         if len(speaker.value.split()) != 1:
             raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; "
@@ -105,16 +124,17 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
                    for utt_id, text in texts.items())
 
 
-def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object], path: Path) -> None:
-    """Raise DataError for an empty transcript or a word that is not in the lexicon."""
+def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object] | None,
+                path: Path) -> None:
+    """Raise DataError for an empty transcript, or a word that is not in the lexicon `known`."""
     for one in utterances:
         if not one.words:
-            raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, or remove the utterance.")
-        for word in one.words:
-            if word not in known:
-                raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the "
-                                f"lexicon {path}{lexicon.alike(word, known)}; add it there, or set data.oov_word to the "
-                                "word that replaces unknown ones.")
+            raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, "
+                            "or remove the utterance.")
+        if known is not None and (unknown := next((word for word in one.words if word not in known), None)):
+            raise DataError(f"{one.where}: the word {unknown} of {one.utt_id} is not in the lexicon "
+                            f"{path}{lexicon.alike(unknown, known)}; add it there, or set data.oov_word to "
+                            "the word that replaces unknown ones.")
 
 
 def identity(one: UtteranceEntry, folder: Path) -> str:
@@ -156,7 +176,7 @@ def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[Framed
 
 def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> CmvnStats:
     """Read the statistics in cmvn.scp of the folder, by utterance or by speaker."""
-    table = tables.read_table(folder / "cmvn.scp")
+    table = tables.Table(folder / "cmvn.scp")
     unit_of = []
     for one in utterances:
         unit = one.utt_id if one.utt_id in table else one.speaker
@@ -170,85 +190,61 @@ def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> 
 
 def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig,
            reader: audio.Reader | None = None) -> Iterator[Utterance]:
-    """Read the audio of the utterances, without alignment.
-
-    Args:
-        utterances: the utterances.
-        config: the section `features`.
-        reader: keeps its last recording open. Default: a new one, which is closed at the end.
-    """
-    is_own = reader is None
-    reader = reader or audio.Reader(config.sample_rate_hz, resample=config.resample)
+    """Read the audio of the utterances, without alignment; `reader` keeps its last one open."""
+    own = audio.Reader(config.sample_rate_hz, resample=config.resample)
     for one in utterances:
         assert isinstance(one.content, Piece)
-        samples = reader.read(one.content)
-        num = num_frames(len(samples), config.sample_rate_hz)
+        samples = (reader or own).read(one.content)
         if len(samples) < config.sample_rate_hz // 100:
             raise DataError(f"{one.content.where}: {one.utt_id} has {len(samples)} samples, less "
                             "than a frame of 10 ms; remove it.")
-        yield Utterance(one.utt_id, one.speaker, one.words, samples, unaligned(num))
-    if is_own:
-        reader.close()
+        pdf_T = unaligned(num_frames(len(samples), config.sample_rate_hz))
+        yield Utterance(one.utt_id, one.speaker, one.words, samples, pdf_T)
+    own.close()
 
 
 def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entry], Piece | Entry]:
     """Return a function of the name and the entry of an utterance in the file `source`."""
     if source == "feats.scp":
         return lambda _utt_id, entry: entry
-    recordings = contents if source == "wav.scp" else tables.read_table(folder / "wav.scp")
+    recordings = contents if source == "wav.scp" else tables.Table(folder / "wav.scp")
     for entry in recordings.values():
-        _check_is_file(entry)
+        if entry.value.endswith("|") or entry.value.startswith("|"):
+            raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "
+                            "from data files; convert the audio to wav or flac and write the name of "
+                            "the file.")
+        if "\0" in entry.value:
+            raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
     sides = _sides(folder / "reco2file_and_channel")
     if source == "wav.scp":
         return lambda utt_id, entry: Piece(named_in(folder, entry.value), entry.where, side=sides.get(utt_id))
     # segments of a recording follow each other
     find = functools.lru_cache(1)(lambda recording: named_in(folder, recordings[recording].value))
-    return lambda utt_id, entry: _segment(utt_id, entry, recordings, find, sides, folder)
+
+    def segment(utt_id: str, entry: Entry) -> Piece:
+        try:
+            recording, start, end, *channels = entry.value.split()
+            start_s, end_s = lines.as_float(start), lines.as_float(end)
+            if len(channels) > 1 or any(lines.as_int(one) < 0 for one in channels):
+                raise ValueError("several channels, or one below 0")
+        except ValueError as error:
+            raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at most a channel from 0; "
+                            "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
+        if recording not in recordings:
+            raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
+        if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
+            raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
+                            "increasing times from 0.")
+        channel = int(channels[0]) if channels else None
+        return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
+
+    return segment
 
 
 def _sides(path: Path) -> dict[str, int]:
-    """Channels of lines "recording file A" (or 1), from 0; others are ignored, as mono recordings
-    need none.
-    """
+    """Channels of lines "recording file A" (or 1), from 0; other lines are ignored."""
     if not path.is_file():
         return {}
     rows = (line.split() for _, line in lines.read(path))
     return {words[0]: int(words[2]) - 1 if words[2].isdigit() else ord(words[2].upper()) - ord("A")
             for words in rows if len(words) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", words[2])}
-
-
-def _check_is_file(entry: Entry) -> None:
-    if entry.value.endswith("|") or entry.value.startswith("|"):
-        raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "
-                        "from data files; convert the audio to wav or flac and write the name of "
-                        "the file.")
-    if "\0" in entry.value:
-        raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
-
-
-def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Path], sides: Mapping[str, int],
-             folder: Path) -> Piece:
-    try:
-        recording, start, end, *channels = entry.value.split()
-        start_s, end_s = lines.as_float(start), lines.as_float(end)
-        if len(channels) > 1 or any(lines.as_int(one) < 0 for one in channels):
-            raise ValueError("several channels, or one below 0")
-    except ValueError as error:
-        raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at most a channel from 0; "
-                        "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
-    if recording not in recordings:
-        raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
-    if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-        raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
-                        "increasing times from 0.")
-    channel = int(channels[0]) if channels else None
-    return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
-
-
-def _same_keys(texts: Table, others: Table, path: Path) -> None:
-    for utt_id, text in texts.items():
-        if utt_id not in others:
-            raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; add it, or remove the transcript.")
-    for utt_id, other in others.items():
-        if utt_id not in texts:
-            raise DataError(f"{other.where}: {utt_id} has no transcript in text; add it, or remove the line.")

@@ -13,12 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ngsgd import files
 from ngsgd.asr.corpora import added, alignments, copies, data_dir, manifests
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
-from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.corpora.shards import assembly, computing
 from ngsgd.asr.corpora.shards import plan as shards
 from ngsgd.asr.corpora.shards.plan import Part, Shard
@@ -26,7 +24,6 @@ from ngsgd.asr.features import augment, cmvn
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import arpa, graphs, lexicon
 from ngsgd.asr.lang.language import GivenGraph, Language
-from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.counting import counted
@@ -44,16 +41,8 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     """Return train, valid and test without alignment, and the language.
 
     Tables and lexicon are checked before the first audio is read. Features are computed in shards,
-    which are kept in the folder `work`. A preparation that was stopped continues with them.
-
-    Args:
-        data: the section `data`.
-        feature_config: the section `features`.
-        changes: augmentation of the training set.
-        work: folder of the shards, for these settings and data only. The features are mapped from
-            its files. Default: a temporary folder; the features are in memory.
-        report: receives progress messages. Default: none.
-        num_processes: number of processes. Default: one per core.
+    which are kept in the folder `work` (default: a temporary one) for these settings and data, and
+    mapped from its files. A preparation that was stopped continues with them.
     """
     source = locate(data)
     topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states, report)
@@ -64,8 +53,12 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     language = Language(topology, arpa=text, given=graph)
     listed = read_sets(data, feature_config)
     listed["added"] = added.read(data)
-    listed = {name: _with_known_words(utterances, data, language.topology, source)
-              for name, utterances in listed.items()}
+    path = lexicon.locate(data.lexicon, source)
+    if data.oov_word and data.oov_word not in topology.lexicon:
+        raise DataError(f"data.oov_word is {data.oov_word}, which is not in the lexicon {path}; "
+                        "add it there, with a noise phone.")
+    for utterances in listed.values():
+        data_dir.check_words(utterances, None if data.oov_word else topology.lexicon, path)
     copies.check_disjoint(listed)
     for name in ("train", "added"):
         copies.check_unchanged(listed[name], changes)
@@ -75,32 +68,23 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
         every = listed["train"]
         listed["train"], listed["valid"] = hold_out(every, share=data.valid_fraction)
         if num_omitted := len(every) - len(listed["train"]) - len(listed["valid"]):
-            report(f"train: {counted(num_omitted, 'utterance is', 'utterances are')} omitted, because their names "
-                   "are those of copies of "
-                   "held-out utterances")
+            report(f"train: {counted(num_omitted, 'utterance is', 'utterances are')} omitted, because "
+                   "their names are those of copies of held-out utterances")
     parts = {name: [Part(name, listed[name], folder=folder)] for name, folder in folders.items()}
     parts["train"] = [replace(parts["train"][0], changes=changes)]
     if listed["added"]:
-        num_copies = changes.num_copies * data.added_copies
-        parts["train"].append(Part("train-added", listed["added"],
-                                   replace(changes, num_copies=num_copies)))
+        more = replace(changes, num_copies=changes.num_copies * data.added_copies)
+        parts["train"].append(Part("train-added", listed["added"], more))
     if changes.changes_audio:
         augment.check(changes, feature_config.sample_rate_hz)
-    sharded = {name: [(part, shards.shards(part, feature_config)) for part in parts[name]]
-               for name in parts}
+    sharded = {name: [(part, shards.shards(part, feature_config)) for part in some]
+               for name, some in parts.items()}
+    every_shard = [one for of_set in sharded.values() for _, some in of_set for one in some]
+    # maps of removed files remain readable
     with contextlib.nullcontext(work) if work else tempfile.TemporaryDirectory() as folder:
-        computing.compute([shard for of_set in sharded.values() for _, some in of_set for shard in some],
-                          feature_config, Path(folder), num_processes=num_processes, report=report)
+        computing.compute(every_shard, feature_config, Path(folder), num_processes=num_processes, report=report)
         report(Phase("normalizing the features"))
-        sets = dict(_assembled(sharded, feature_config, Path(folder)))
-        return (sets if work else {name: _in_memory(speech) for name, speech in sets.items()}), language
-
-
-def _in_memory(speech: SpeechSet) -> SpeechSet:
-    frames = replace(speech.frames, features_TD=np.array(speech.frames.features_TD),
-                     pdf_T=np.array(speech.frames.pdf_T))
-    return replace(speech, frames=frames,
-                   raw_TD=None if speech.raw_TD is None else np.array(speech.raw_TD))
+        return dict(_assembled(sharded, feature_config, Path(folder))), language
 
 
 def _assembled(sharded: Mapping[str, Sequence[tuple[Part, Sequence[Shard]]]], config: FeatureConfig,
@@ -167,20 +151,6 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
     return {"speech": seen.hexdigest(),
             **added.fingerprint(data),
             "files": [files.sha256(path) for path in given if path.is_file()]}
-
-
-def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, topology: Topology,
-                      source: Path) -> Sequence[UtteranceEntry]:
-    path = lexicon.locate(data.lexicon, source)
-    if data.oov_word and data.oov_word not in topology.lexicon:
-        raise DataError(f"data.oov_word is {data.oov_word}, which is not in the lexicon {path}; "
-                        "add it there, with a noise phone.")
-    if not data.oov_word:
-        data_dir.check_words(utterances, topology.lexicon, path)
-    else:
-        data_dir.check_words(utterances,
-                             dict.fromkeys(word for one in utterances for word in one.words), path)
-    return utterances
 
 
 def given_graph(folder: Path) -> GivenGraph:

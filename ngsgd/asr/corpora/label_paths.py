@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from ngsgd.asr.corpora.alignments import Alignment
 from ngsgd.asr.decode import decoding
+from ngsgd.asr.decode.decoding import Search
 from ngsgd.asr.features import augment
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import GivenGraph
@@ -29,7 +31,7 @@ _SILENCE = -1
 # approximate number of utterances that are compared with a decoding graph, a search for each
 NUM_IN_GRAPH = 50
 # score of a state that is not the label, and a beam that reaches it
-_FORBIDDEN, _BEAM = -1e6, 1e5
+_FORBIDDEN, _SEARCH = -1e6, Search(acoustic_scale=1.0, beam=1e5, max_active=1_000_000)
 # maximum fraction of utterances without a path in a decoding graph: its lexicon may lack a
 # pronunciation that the alignment was made with
 _MOST_WITHOUT = 0.5
@@ -56,21 +58,21 @@ def labelled(alignment: Alignment, sets: Iterable[SpeechSet], oov_word: str, kno
 
 
 def check(utterances: Iterable[Labelled], topology: Topology, path: Path) -> None:
-    """Raise DataError for labels that no pronunciation of the transcript gives.
-
-    Args:
-        utterances: labels in the states of the phones.
-        topology: phones, states and pronunciations.
-        path: file of the labels, for the message.
-    """
+    """Raise DataError for labels that no pronunciation of the transcript gives."""
     spelled: dict[str, list[list[int]]] = {}
     num, without = 0, []
     for utt_id, words, pdf_T in utterances:
         num += 1
+        runs = _runs(pdf_T, topology.num_silence_states)
+        # where the words so far, with optional silence around each, can end
+        at = _around_silence({0}, runs)
         for word in words:
             if word not in spelled:
-                spelled[word] = [_spelling(topology, phones) for phones in topology.lexicon.get(word, ())]
-        if not _has_path(_runs(pdf_T, topology.num_silence_states), [spelled[word] for word in words]):
+                spelled[word] = [_runs(np.array(topology.pdfs_of(phones), np.int32), topology.num_silence_states)
+                                 for phones in topology.lexicon.get(word, ())]
+            at = _around_silence({begin + len(one) for begin in at for one in spelled[word]
+                                  if runs[begin:begin + len(one)] == one}, runs)
+        if len(runs) not in at:
             without.append(utt_id)
     if without:
         raise DataError(f"{path} has labels that are no path through the graph of the transcript, for {len(without)} of {num} "
@@ -89,7 +91,10 @@ def check_in_graph(utterances: Iterable[Labelled], given: GivenGraph, path: Path
         within = graphs.within(graph, words) if set(words) <= set(graph.words) else None
         if within is not None and within.fst.num_states:
             num += 1
-            if not _is_in(within, pdf_T, 1 + max(given.tid2pdf)):
+            only_TP = np.full((len(pdf_T), 1 + max(given.tid2pdf)), _FORBIDDEN, np.float32)
+            only_TP[np.arange(len(pdf_T)), pdf_T] = 0.0
+            found = decoding.best_path(within, only_TP, _SEARCH)
+            if not (found.is_complete and np.array_equal(found.pdf_T, pdf_T)):
                 without.append(utt_id)
     if len(without) > _MOST_WITHOUT * num:
         raise DataError(f"{path} has labels that are no path through data.graph with the words of the transcript, for "
@@ -97,32 +102,11 @@ def check_in_graph(utterances: Iterable[Labelled], given: GivenGraph, path: Path
                         "graph of one model.")
 
 
-def _is_in(graph: graphs.Graph, pdf_T: PdfIds, num_pdfs: int) -> bool:
-    only_TP = np.full((len(pdf_T), num_pdfs), _FORBIDDEN, np.float32)
-    only_TP[np.arange(len(pdf_T)), pdf_T] = 0.0
-    path = decoding.best_path(graph, only_TP, acoustic_scale=1.0, beam=_BEAM, max_active=1_000_000)
-    return path.is_complete and np.array_equal(path.pdf_T, pdf_T)
-
-
-def _runs(pdf_T: PdfIds, num_silence_states: int) -> list[int]:
+def _runs(pdf_T: npt.NDArray[np.integer], num_silence_states: int) -> list[int]:
     """States in their order, without repetitions; those of silence are one."""
     state_T = np.where(pdf_T < num_silence_states, _SILENCE, pdf_T)
     runs: list[int] = state_T[np.flatnonzero(np.diff(state_T, prepend=_SILENCE - 1))].tolist()
     return runs
-
-
-def _spelling(topology: Topology, phones: Sequence[str]) -> list[int]:
-    pdfs = np.array(topology.pdfs_of(tuple(phones)), np.int32)
-    return _runs(pdfs, topology.num_silence_states)
-
-
-def _has_path(runs: list[int], words: Sequence[Sequence[list[int]]]) -> bool:
-    """Whether the words, with optional silence around each, give these states."""
-    at = _around_silence({0}, runs)
-    for spellings in words:
-        ends = {begin + len(one) for begin in at for one in spellings if runs[begin:begin + len(one)] == one}
-        at = _around_silence(ends, runs)
-    return len(runs) in at
 
 
 def _around_silence(at: set[int], runs: list[int]) -> set[int]:

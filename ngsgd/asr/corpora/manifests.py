@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 import operator
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngsgd.asr.corpora.data_dir import Listing, UtteranceEntry
 from ngsgd.asr.features.audio import Piece
 from ngsgd.asr.kaldi_io import lines
-from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 from ngsgd.files import named_in, parse_json
 
@@ -44,9 +41,7 @@ def read_sets(source: Path) -> dict[str, Sequence[UtteranceEntry]]:
 
 
 def read_folder(folder: Path) -> Sequence[UtteranceEntry] | None:
-    """Read the utterances of `recordings` and `supervisions` in a folder; None without these
-    files.
-    """
+    """Read `recordings` and `supervisions` in a folder; None without these files."""
     for suffix in _SUFFIXES:
         paths = [folder / f"{kind}{suffix}" for kind in ("recordings", "supervisions")]
         if all(path.is_file() for path in paths):
@@ -72,25 +67,13 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
 
 def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
     files = {str(item["id"]): _recording(item, where, recordings.parent) for where, item in _lines(recordings)}
-    hashes = array("q")
-
-    def every() -> Iterator[UtteranceEntry]:
-        for where, item in _lines(supervisions):
-            yield _utterance(item, where, files, recordings)
-            hashes.append(hash(str(item["id"])))
-
-    found = Listing(every())
-    if twice := Index(hashes, lambda at: found[at].utt_id).duplicate():
-        first, second = (found[at] for at in twice)
-        raise DataError(f"{second.where}: {second.utt_id} is a duplicate, first in "
-                        f"{first.where}; remove one of them.")
+    found = Listing(_utterance(item, where, files, recordings) for where, item in _lines(supervisions))
     if not found:
         raise DataError(f"{supervisions} is empty; add utterances, or remove it.")
     return found
 
 
-@dataclass(frozen=True)
-class _Recording:
+class _Recording(NamedTuple):
     """A recording of a manifest: a file, and the names of its channels in their order."""
 
     path: Path
@@ -134,19 +117,17 @@ def _utterance(item: dict[str, Any], where: str, recorded: dict[str, _Recording]
                         "times from 0.")
     if recording not in recorded:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
-    of = recorded[recording]
-    piece = Piece(of.path, where, start_s, end_s, _channel(item, of, where), rate_hz=of.rate_hz, num_channels=len(of.channels))
-    return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id), tuple(str(item.get("text") or "").split()), piece, where)
-
-
-def _channel(item: dict[str, Any], of: _Recording, where: str) -> int:
-    """Position in the file of the channel that a supervision names."""
-    named = item.get("channel", list(of.channels))
+    path, channels, rate_hz = recorded[recording]
+    named = item.get("channel", list(channels))
     names = named if isinstance(named, list) else [named]
-    if len(names) != 1 or isinstance(names[0], bool) or names[0] not in of.channels:
-        raise DataError(f"{where}: {item['id']} has the channel {str(named)[:40]}, but its recording has {list(of.channels)}, of "
-                        "which one is needed; correct it, or write a supervision for each channel.")
-    return of.channels.index(names[0])
+    if len(names) != 1 or isinstance(names[0], bool) or names[0] not in channels:
+        raise DataError(f"{where}: {utt_id} has the channel {str(named)[:40]}, but its recording has "
+                        f"{list(channels)}, of which one is needed; correct it, or write a supervision "
+                        "for each channel.")
+    piece = Piece(path, where, start_s, end_s, channels.index(names[0]), rate_hz=rate_hz,
+                  num_channels=len(channels))
+    return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id),
+                          tuple(str(item.get("text") or "").split()), piece, where)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

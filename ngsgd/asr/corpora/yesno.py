@@ -6,22 +6,18 @@ usual. It is a smoke test that every system passes without errors.
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-
-from ngsgd.asr import recording, speech_set
+from ngsgd.asr import speech_set
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.corpora.fsdd import source
-from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.features import augment
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Samples, Utterance, num_frames, unaligned
+from ngsgd.asr.utterance import Utterance, num_frames, unaligned
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
@@ -31,10 +27,8 @@ LEXICON = {"NO": (("N",),), "YES": (("Y",),)}
 SPEAKER = "yesno"
 _NAME = re.compile(r"[01](_[01]){7}\.wav")
 ARCHIVES = ("waves_yesno.tar.gz", "waves_yesno.tar.xz")
-WHERE = (
-    "get waves_yesno.tar.gz from openslr.org/1 and set data.source=PATH to it, or to the folder of "
-    "its wav files"
-)
+WHERE = ("get waves_yesno.tar.gz from openslr.org/1 and set data.source=PATH to it, or to the folder "
+         "of its wav files")
 
 
 def locate(source: str) -> Path:
@@ -53,17 +47,24 @@ def locate(source: str) -> Path:
 
 def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
     """Return train, valid and test without alignment, and the language."""
-    recordings = sorted(_recordings(locate(data.source)))
-    if len(recordings) < 4:
-        raise DataError(f"{data.source} contains only {len(recordings)} recordings with names such "
+    place = locate(data.source)
+    content_of = {PurePosixPath(name): content for name, content in source.wav_files(place)
+                  if _NAME.fullmatch(PurePosixPath(name).name)}
+    if len(content_of) < 4:
+        raise DataError(f"{data.source} contains only {len(content_of)} recordings with names such "
                         f"as 0_1_0_1_1_0_0_1.wav; {WHERE}.")
-    utterances = [_utterance(name, samples) for name, samples in recordings]
+    utterances = []
+    for name in sorted(content_of):
+        samples = source.decoded(f"{place}: {name}", content_of[name])
+        words = tuple(WORDS[int(digit)] for digit in name.stem.split("_"))
+        utterances.append(Utterance(name.stem, SPEAKER, words, samples,
+                                    unaligned(num_frames(len(samples)))))
     half = len(utterances) // 2
     train, valid = hold_out(utterances[:half], share=data.valid_fraction)
     sets = {"train": train, "valid": valid, "test": utterances[half:]}
     topology = Topology(("N", "Y"), dict(LEXICON), data.num_silence_states)
-    return {name: speech_set.build(augment.for_set(name, said, changes), feature_config) for name, said in sets.items()
-            }, Language(topology)
+    return {name: speech_set.build(augment.for_set(name, said, changes), feature_config)
+            for name, said in sets.items()}, Language(topology)
 
 
 def fingerprint(data: DataConfig) -> dict[str, Any]:
@@ -72,22 +73,3 @@ def fingerprint(data: DataConfig) -> dict[str, Any]:
     status = [(path.name, path.stat().st_size, path.stat().st_mtime_ns)
               for path in (sorted(place.glob("*.wav")) if place.is_dir() else [place])]
     return {"files": status}
-
-
-def _recordings(place: Path) -> Iterator[tuple[str, Samples]]:
-    for name, content in source.wav_files(place):
-        if _NAME.fullmatch(PurePosixPath(name).name):
-            yield name, _decode(name, content, place)
-
-
-def _decode(name: str, content: bytes, place: Path) -> Samples:
-    samples, rate_hz = recording.read_mono(f"{place}: {name}", io.BytesIO(content))
-    if rate_hz != SAMPLE_RATE_HZ:
-        raise DataError(f"{place}: {name} is sampled at {rate_hz} Hz, but yesno at {SAMPLE_RATE_HZ} Hz; download it again.")
-    return np.asarray(np.round(samples), np.int16)
-
-
-def _utterance(name: str, samples: Samples) -> Utterance:
-    stem = PurePosixPath(name).stem
-    words = tuple(WORDS[int(digit)] for digit in stem.split("_"))
-    return Utterance(stem, SPEAKER, words, samples, unaligned(num_frames(len(samples))))

@@ -52,22 +52,14 @@ def fit(posteriors: Sequence[float], is_correct: Sequence[bool]) -> Calibration:
 
     Targets are smoothed as by Platt, so that a set without errors gives a finite slope. With fewer
     than two words the result is the identity.
-
-    Args:
-        posteriors: N posteriors of recognized words.
-        is_correct: whether each word is correct.
-
-    Returns:
-        The calibration.
     """
     if len(posteriors) < 2:
         return Calibration()
     correct_N = np.array(is_correct, np.float64)
     x_N2 = np.stack([np.array([_logit(p) for p in posteriors]), np.ones(len(posteriors))], axis=1)
     num_correct, num_wrong = correct_N.sum(), (1.0 - correct_N).sum()
-    target_N = np.where(
-        correct_N > 0.0, (num_correct + 1.0) / (num_correct + 2.0), 1.0 / (num_wrong + 2.0)
-    )
+    positive, negative = (num_correct + 1.0) / (num_correct + 2.0), 1.0 / (num_wrong + 2.0)
+    target_N = np.where(correct_N > 0.0, positive, negative)
     prior_2 = np.array([1.0, 0.0])
 
     def loss(weight_2: npt.NDArray[np.float64]) -> float:
@@ -91,31 +83,24 @@ def fit(posteriors: Sequence[float], is_correct: Sequence[bool]) -> Calibration:
     return Calibration(max(0.0, float(weight_2[0])), float(weight_2[1]))
 
 
-def reliability(
-    confidences: Sequence[float], is_correct: Sequence[bool], num_bins: int = 10
-) -> list[ReliabilityBin]:
+def reliability(confidences: Sequence[float], is_correct: Sequence[bool],
+                num_bins: int = 10) -> list[ReliabilityBin]:
     """Group words by their confidence; empty groups are omitted."""
     confidence_N, correct_N = np.array(confidences, np.float64), np.array(is_correct, np.float64)
     bin_N = np.minimum((confidence_N * num_bins).astype(int), num_bins - 1)
-    return [
-        ReliabilityBin(
-            k / num_bins,
-            (k + 1) / num_bins,
-            int((bin_N == k).sum()),
-            float(confidence_N[bin_N == k].mean()),
-            float(correct_N[bin_N == k].mean()),
-        )
-        for k in range(num_bins)
-        if (bin_N == k).any()
-    ]
+    found = []
+    for k in np.unique(bin_N).tolist():
+        mine_N = bin_N == k
+        means = float(confidence_N[mine_N].mean()), float(correct_N[mine_N].mean())
+        found.append(ReliabilityBin(k / num_bins, (k + 1) / num_bins, int(mine_N.sum()), *means))
+    return found
 
 
 def expected_calibration_error(bins: Sequence[ReliabilityBin]) -> float:
     """Mean difference between confidence and accuracy, weighted by words; 0 is best."""
     total = sum(one.num_words for one in bins)
-    return sum(one.num_words * abs(one.mean_confidence - one.accuracy) for one in bins) / max(
-        total, 1
-    )
+    wrong = sum(one.num_words * abs(one.mean_confidence - one.accuracy) for one in bins)
+    return wrong / max(total, 1)
 
 
 def _logit(posterior: float) -> float:

@@ -14,15 +14,16 @@ import numpy.typing as npt
 from ngsgd.asr.adapt.speakers import FindPath
 from ngsgd.asr.decode import decoding, scoring, tuning, words
 from ngsgd.asr.decode.calibration import Calibration
+from ngsgd.asr.decode.decoding import Scores, Search
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
-from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
-from ngsgd.asr.lang import graphs, homophones
+from ngsgd.asr.lang import graphs, lexicon
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.counting import counted
+from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase, Progress
 from ngsgd.word_errors import WordErrors
@@ -32,12 +33,12 @@ from ngsgd.word_errors import WordErrors
 _MAX_CALIBRATION, _MAX_CALIBRATION_FRAMES = 300, 36_000
 _CALIBRATION_BEAM = 4.0
 # the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
-_FIRST_SCALE, _FIRST_BEAM, _FIRST_ACTIVE = 0.1, 13.0, 7000
+_FIRST = Search(acoustic_scale=0.1, beam=13.0, max_active=7000)
 
 # T x P per utterance: log posterior minus log prior
-LogLikelihoods = Sequence[npt.NDArray[np.float32]]
+LogLikelihoods = Sequence[Scores]
 # such as `Progress.each`
-Each = Callable[[LogLikelihoods], Iterator[npt.NDArray[np.float32]]]
+Each = Callable[[LogLikelihoods], Iterator[Scores]]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,7 @@ def tune_and_decode(
     language: Language, config: DecodeConfig, *, valid: SpeechSet, valid_logliks: LogLikelihoods, test: SpeechSet,
     test_logliks: LogLikelihoods, report: Callable[[str], None] = lambda _line: None,
 ) -> DecodingResult:
-    """Try all acoustic scales and word penalties on `valid`, and decode `test` with the pair that
-    `tuning.choose` returns. `report` receives the phases.
-    """
+    """Choose acoustic scale and word penalty on `valid`, and decode `test` with them."""
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)
@@ -88,24 +87,15 @@ def tune_and_decode(
         every = Progress(report, f"oracle: decoding test with {counted(num_settings, 'setting')}", num_settings * len(test.texts))
         on_test = sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs, every.each)
     oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
-    return DecodingResult(
-        setting=setting, valid=valid_errors, sweep=tried, test=total,
-        test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
-        graph=penalized, oracle=oracle,
-        calibration=_calibration(penalized, config, setting, valid, valid_logliks, report),
-    )
-
-
-def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, valid: SpeechSet,
-                 logliks: LogLikelihoods, report: Callable[[str], None]) -> Calibration:
-    """Fit the calibration of confidences on a part of valid; `calibration_set` chooses it."""
-    chosen = calibration_set([len(loglik_TP) for loglik_TP in logliks])
-    texts, some = [valid.texts[u] for u in chosen], [logliks[u] for u in chosen]
-    if not any(texts):
-        return Calibration()
-    reported = Progress(report, "calibrating confidences", len(some)).each(some)
-    return words.calibrate(graph, reported, texts, Search(setting.acoustic_scale, config.beam, config.max_active),
-                           lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
+    calibration, chosen = Calibration(), calibration_set([len(loglik_TP) for loglik_TP in valid_logliks])
+    if any(texts := [valid.texts[u] for u in chosen]):
+        reported = Progress(report, "calibrating confidences", len(chosen)).each([valid_logliks[u] for u in chosen])
+        search = Search(setting.acoustic_scale, config.beam, config.max_active)
+        calibration = words.calibrate(penalized, reported, texts, search,
+                                      lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
+    return DecodingResult(setting, valid_errors, tried, total,
+                          scoring.confidence_interval(test.texts, hypotheses), hypotheses, tuple(rows),
+                          penalized, oracle, calibration)
 
 
 def calibration_set(num_frames: Sequence[int]) -> range:
@@ -113,9 +103,6 @@ def calibration_set(num_frames: Sequence[int]) -> range:
 
     The lattices of an uncertain model can take longer than its training, so the amount of speech is
     limited. It is spread over the set, whose utterances are in the order of the speakers.
-
-    Args:
-        num_frames: length of each utterance of the set.
 
     >>> calibration_set([500] * 200)
     range(0, 200, 3)
@@ -130,11 +117,7 @@ def calibration_set(num_frames: Sequence[int]) -> range:
 def build_graph(language: Language, config: DecodeConfig) -> Graph:
     """Return the decoding graph: that of the data, or one built from lexicon and grammar.
 
-    Words with the same pronunciation have small additional costs (`ngsgd.asr.lang.homophones`).
-
-    Args:
-        language: words, lexicon, and language model or grammar.
-        config: the section `decode`.
+    Words with the same pronunciation have small additional costs (`lexicon.homophone_costs`).
 
     Raises:
         DataError: decode.graph does not match the data.
@@ -151,26 +134,25 @@ def build_graph(language: Language, config: DecodeConfig) -> Graph:
                         "alignment; set decode.graph=given.")
     else:
         graph = graphs.build(language, silence_prob=config.silence_prob)
-    costs = homophones.costs(language.topology.lexicon, language.word_counts)
+    costs = lexicon.homophone_costs(language.topology.lexicon, language.word_counts)
     return graphs.with_word_costs(graph, costs) if costs else graph
 
 
 def first_pass(graph: Graph) -> FindPath:
     """The search that finds the states of frames from scores of Gaussian mixtures."""
-
-    def find_path(loglik_TP: npt.NDArray[np.float32]) -> npt.NDArray[np.integer]:
-        path = decoding.best_path(graph, loglik_TP, acoustic_scale=_FIRST_SCALE, beam=_FIRST_BEAM,
-                                  max_active=_FIRST_ACTIVE)
-        return np.asarray(path.pdf_T)
-
-    return find_path
+    return lambda loglik_TP: decoding.best_path(graph, loglik_TP, _FIRST).pdf_T
 
 
-def decode_set(
-    graph: Graph, config: DecodeConfig, acoustic_scale: float, logliks: Iterable[npt.NDArray[np.float32]], num_pdfs: int,
-) -> tuple[tuple[str, ...], ...]:
+def decode_set(graph: Graph, config: DecodeConfig, acoustic_scale: float, logliks: Iterable[Scores],
+               num_pdfs: int) -> tuple[tuple[str, ...], ...]:
     """Return the recognized words of each utterance."""
-    return tuple(_decode_one(graph, config, acoustic_scale, loglik_TP, num_pdfs) for loglik_TP in logliks)
+    found, search = [], Search(acoustic_scale, config.beam, config.max_active)
+    for loglik_TP in logliks:
+        if loglik_TP.shape[1] != num_pdfs:
+            raise DataError(f"The model scores {loglik_TP.shape[1]} HMM states, but the corpus has "
+                            f"{num_pdfs}; decode with the corpus that the model was trained on.")
+        found.append(decoding.best_path(graph, loglik_TP, search).words)
+    return tuple(found)
 
 
 def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
@@ -186,10 +168,42 @@ def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], ut
     return tuple(tried)
 
 
-def _decode_one(
-    graph: Graph, config: DecodeConfig, acoustic_scale: float, loglik_TP: npt.NDArray[np.float32], num_pdfs: int,
-) -> tuple[str, ...]:
-    if loglik_TP.shape[1] != num_pdfs:
-        raise DataError(f"The model scores {loglik_TP.shape[1]} HMM states, but the corpus has "
-                        f"{num_pdfs}; decode with the corpus that the model was trained on.")
-    return decoding.best_path(graph, loglik_TP, acoustic_scale=acoustic_scale, beam=config.beam, max_active=config.max_active).words
+# Worst utterances, for finding wrong labels, wrong transcripts and bad audio ----------------------
+
+
+@dataclass(frozen=True)
+class UtteranceScore:
+    """Score of the model on one utterance."""
+
+    utt_id: str
+    num_frames: int    # labeled frames
+    objf: float        # nats per frame
+    # frame accuracy, 0 to 1
+    accuracy: float
+
+
+def utterance_scores(frames: FrameSet, logliks: LogLikelihoods,
+                     prior_P: npt.NDArray[np.float64]) -> list[UtteranceScore]:
+    """Return all utterances sorted by objf, worst first, then by name.
+
+    `logliks` are T x P log posteriors minus log priors. Frames of unknown class (negative) are
+    ignored, and an utterance without labeled frames is omitted.
+    """
+    scores = []
+    for utt_id, first, end, loglik_TP in zip(frames.utt_ids, frames.offsets[:-1], frames.offsets[1:], logliks, strict=True):
+        pdf_T = frames.pdf_T[first:end]
+        known = np.flatnonzero(pdf_T >= 0)
+        if len(known):
+            log_posterior_TP = loglik_TP[known] + np.log(prior_P)
+            of_class_T = log_posterior_TP[np.arange(len(known)), pdf_T[known]]
+            is_right_T = log_posterior_TP.argmax(axis=1) == pdf_T[known]
+            scores.append(UtteranceScore(utt_id, len(known), float(of_class_T.mean()), float(is_right_T.mean())))
+    return sorted(scores, key=lambda score: (score.objf, score.utt_id))
+
+
+def scores_as_text(scores: Sequence[UtteranceScore]) -> str:
+    """Format a table with one line per utterance."""
+    width = max([len("utterance"), *(len(score.utt_id) for score in scores)])
+    lines = [f"{'utterance':{width}} {'objf':>9} {'accuracy':>9} {'frames':>7}"]
+    lines += [f"{s.utt_id:{width}} {s.objf:9.3f} {100 * s.accuracy:8.1f}% {s.num_frames:7}" for s in scores]
+    return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -27,9 +28,7 @@ _COUNTS = re.compile(r"%WER (?:\S+|\(no words\)) \[ \d+ / (\d+), (\d+) ins, (\d+
 
 @dataclass(frozen=True)
 class UtteranceErrors:
-    """Alignment of one utterance: pairs (reference, hypothesis), with `NOTHING` for missing
-    words.
-    """
+    """Alignment of one utterance: pairs (reference, hypothesis); a missing word is `NOTHING`."""
 
     utt_id: str
     pairs: tuple[tuple[str, str], ...]
@@ -38,9 +37,7 @@ class UtteranceErrors:
 
 @dataclass(frozen=True)
 class Interval:
-    """Bounds of the WER (percent) of 95 % of the bootstrap samples of the utterances; without
-    errors, those of the rule of three.
-    """
+    """Bounds of the WER (percent) of 95 % of the samples; see `confidence_interval`."""
 
     low: float
     high: float
@@ -54,13 +51,17 @@ def score(refs: Sequence[Words], hyps: Sequence[Words], utt_ids: Sequence[str]) 
     if not any(refs):
         raise DataError("The references contain no words, so the WER is undefined; choose a set "
                         "with speech.")
-    rows = [_score_utterance(list(ref), list(hyp), utt_id) for ref, hyp, utt_id in zip(refs, hyps, utt_ids, strict=True)]
+    kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
+    rows = []
+    for ref, hyp, utt_id in zip(map(list, refs), map(list, hyps), utt_ids, strict=True):
+        counts = kaldialign.edit_distance(ref, hyp)
+        errors = WordErrors(len(ref), counts["ins"], counts["del"], counts["sub"])
+        rows.append(UtteranceErrors(utt_id, tuple(kaldialign.align(ref, hyp, NOTHING)), errors))
     return sum((row.errors for row in rows), WordErrors(0, 0, 0, 0)), rows
 
 
 def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interval:
-    """Bootstrap over utterances by Bisani and Ney, as compute-wer-bootci of Kaldi;
-    deterministic.
+    """Bootstrap over utterances by Bisani and Ney, as compute-wer-bootci of Kaldi (deterministic).
 
     Without errors, every sample of the bootstrap has a WER of 0. The upper end is then that of the
     rule of three: 3 / number of words, at most 100 %.
@@ -69,14 +70,10 @@ def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interva
         return Interval(low=0.0, high=min(100.0, 300.0 / max(1, sum(map(len, refs)))))
     kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
     found = kaldialign.bootstrap_wer_ci([list(ref) for ref in refs], [list(hyp) for hyp in hyps])
-    if not math.isfinite(found["ci95max"]):
-        return _interval_of_words(refs, hyps)
-    # a normal approximation, which ends below 0 after one or two errors
-    return Interval(low=max(0.0, 100.0 * found["ci95min"]), high=100.0 * found["ci95max"])
-
-
-def _interval_of_words(refs: Sequence[Words], hyps: Sequence[Words]) -> Interval:
-    """Bootstrap over utterances, of which some samples have no reference word and are omitted."""
+    if math.isfinite(found["ci95max"]):
+        # a normal approximation, which ends below 0 after one or two errors
+        return Interval(low=max(0.0, 100.0 * found["ci95min"]), high=100.0 * found["ci95max"])
+    # some samples have no reference word, and are omitted
     # `ngsgd compare --help` reads this module
     import numpy as np
 
@@ -94,7 +91,13 @@ def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceE
     """Write the total, then the counts and the two aligned word sequences of each utterance."""
     lines = [str(total), ""]
     for row in rows:
-        lines += [f"{row.utt_id} {row.errors}", *_aligned(row.pairs), ""]
+        forms = [(word_form(ref), word_form(hyp)) for ref, hyp in row.pairs]
+        widths = [max(map(len, pair)) for pair in forms]
+        lines.append(f"{row.utt_id} {row.errors}")
+        for side, title in enumerate(("ref", "hyp")):
+            words = (pair[side].ljust(width) for pair, width in zip(forms, widths, strict=True))
+            lines.append(" ".join([title, *words]).rstrip())
+        lines.append("")
     files.write_text(path, "\n".join(lines))
 
 
@@ -137,48 +140,24 @@ def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
     """Write lines "operation reference recognized count", as wer_details/ops of Kaldi.
 
     A missing word is `***`; a word `***` is written with a backslash before it, here and in the
-    file of `write_per_utterance`.
-
-    Within each operation the most frequent pairs come first.
+    file of `write_per_utterance`. Within each operation the most frequent pairs come first.
     """
-    found = operations(rows)
-    lines = []
-    for kind in ("correct", "substitution", "insertion", "deletion"):
-        mine = [(pair, count) for pair, count in found.items() if _operation(pair) == kind]
-        lines += [f"{kind:12} {word_form(ref):15} {word_form(hyp):15} {count:8}"
-                  for (ref, hyp), count in sorted(mine, key=lambda one: (-one[1], *map(word_form, one[0])))]
-    files.write_text(path, "\n".join([*lines, ""]))
+    lines: dict[str, list[str]] = {"correct": [], "substitution": [], "insertion": [], "deletion": []}
+    order = sorted(operations(rows).items(), key=lambda one: (-one[1], *map(word_form, one[0])))
+    for (ref, hyp), count in order:
+        kind = "correct" if ref == hyp else "insertion" if ref == NOTHING else \
+            "deletion" if hyp == NOTHING else "substitution"
+        lines[kind].append(f"{kind:12} {word_form(ref):15} {word_form(hyp):15} {count:8}")
+    files.write_text(path, "\n".join([*itertools.chain.from_iterable(lines.values()), ""]))
 
 
 def write_recogs(path: Path, rows: Iterable[UtteranceErrors]) -> None:
-    """Write the reference and the recognized words of each utterance, as recogs-*.txt of
-    icefall.
-    """
+    """Write reference and recognized words of each utterance, as recogs-*.txt of icefall."""
     lines = []
     for row in rows:
         ref, hyp = ([pair[side] for pair in row.pairs if pair[side] != NOTHING] for side in (0, 1))
         lines += [f"{row.utt_id}:\tref={ref}", f"{row.utt_id}:\thyp={hyp}"]
     files.write_text(path, "\n".join([*lines, ""]))
-
-
-def _operation(pair: tuple[str, str]) -> str:
-    if pair[0] == pair[1]:
-        return "correct"
-    return {0: "insertion", 1: "deletion"}.get(pair.index(NOTHING), "") if NOTHING in pair else "substitution"
-
-
-def _score_utterance(ref: list[str], hyp: list[str], utt_id: str) -> UtteranceErrors:
-    kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
-    counts = kaldialign.edit_distance(ref, hyp)
-    errors = WordErrors(num_words=len(ref), insertions=counts["ins"], deletions=counts["del"], substitutions=counts["sub"])
-    return UtteranceErrors(utt_id=utt_id, pairs=tuple(kaldialign.align(ref, hyp, NOTHING)), errors=errors)
-
-
-def _aligned(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    forms = [(word_form(ref), word_form(hyp)) for ref, hyp in pairs]
-    widths = [max(map(len, pair)) for pair in forms]
-    return [" ".join([title, *(pair[side].ljust(width) for pair, width in zip(forms, widths, strict=True))]).rstrip()
-            for side, title in enumerate(("ref", "hyp"))]
 
 
 def word_form(word: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ngsgd.word_errors import WordErrors
@@ -36,18 +35,10 @@ def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
     4. Of these, the least smoothed errors.
     5. Of equals, the least difference of insertions and deletions, and then the nearest to their
        center.
-
-    Args:
-        sweep: errors of every combination of some scales and some penalties.
-
-    Returns:
-        The weights and their errors.
     """
     axes = (sorted({weights.acoustic_scale for weights, _ in sweep}), sorted({weights.word_penalty for weights, _ in sweep}))
-    errors = {
-        (axes[0].index(weights.acoustic_scale), axes[1].index(weights.word_penalty)): tried
-        for weights, tried in sweep
-    }
+    errors = {(axes[0].index(weights.acoustic_scale), axes[1].index(weights.word_penalty)): tried
+              for weights, tried in sweep}
     smooth = {place: _smoothed(errors, place) for place in errors}
     least = min(smooth.values())
     good = [place for place in errors if smooth[place] <= least + math.sqrt(least) + 1e-9]
@@ -59,7 +50,8 @@ def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
         return edges, round(smooth[place], 9), abs(errors[place].insertions - errors[place].deletions)
 
     best = [place for place in good if preference(place) == min(map(preference, good))]
-    chosen = min(best, key=lambda place: (_distance(place, best), place))
+    center = [sum(place[axis] for place in best) / len(best) for axis in (0, 1)]
+    chosen = min(best, key=lambda place: (sum((place[axis] - center[axis]) ** 2 for axis in (0, 1)), place))
     return DecodingWeights(axes[0][chosen[0]], axes[1][chosen[1]]), errors[chosen]
 
 
@@ -74,9 +66,3 @@ def _smoothed(errors: dict[tuple[int, int], WordErrors], place: tuple[int, int])
                 total += weight * near.num_errors
                 weights += weight
     return total / weights
-
-
-def _distance(place: tuple[int, int], others: Sequence[tuple[int, int]]) -> float:
-    """Squared distance to the mean of the others."""
-    means = [sum(other[axis] for other in others) / len(others) for axis in (0, 1)]
-    return sum((place[axis] - means[axis]) ** 2 for axis in (0, 1))

@@ -49,11 +49,8 @@ class Reader:
 
     The recording that was read last stays open, so that the time of a segment does not depend on
     the length of its recording. Only formats in which no sample is found by its number are read
-    completely, once for the segments that follow each other.
-
-    Args:
-        sample_rate_hz: sampling rate of the result.
-        resample: resample files of another rate. Default: they are errors.
+    completely, once for the segments that follow each other. Files of another sampling rate are
+    errors unless `resample`.
     """
 
     def __init__(self, sample_rate_hz: int, *, resample: bool = False) -> None:
@@ -73,17 +70,24 @@ class Reader:
         name = f"{piece.where}: {piece.path}"
         if piece.path != self._path or piece.end_s is None or self._file is None:
             self.close()
-            self._file = _opened(piece, name)
-            self._path = piece.path
+            if not piece.path.is_file():
+                raise DataError(f"{name} does not exist; correct the path (relative names start in the "
+                                "folder of the table), or remove the line.")
+            self._file, self._path = AudioFile.open(piece.path, name), piece.path
         file = self._file
         file.name = name
-        channel = _channel(piece, file, name)
-        self._check_rate(piece, file, name)
+        channel, rate_hz = _channel(piece, file, name), file.sample_rate_hz
+        if piece.rate_hz not in (None, rate_hz):
+            raise DataError(f"{name} is sampled at {rate_hz} Hz, but at {piece.rate_hz} Hz in its manifest; "
+                            "write the manifest again.")
+        if rate_hz != self._sample_rate_hz and not self._resample:
+            raise DataError(f"{name} is sampled at {rate_hz} Hz, but features.sample_rate_hz is "
+                            f"{self._sample_rate_hz}; set features.resample=true, or "
+                            f"features.sample_rate_hz={rate_hz}.")
         if self._samples_NC is None and (file.subtype not in _SEEKABLE or file.num_samples is None):
             self._samples_NC = _all(piece, file, name)
         num = file.num_samples if self._samples_NC is None else len(self._samples_NC)
         assert num is not None
-        rate_hz = file.sample_rate_hz
         first = round(piece.start_s * rate_hz)
         end = num if piece.end_s is None else round(piece.end_s * rate_hz)
         if not 0 <= first < end <= num + _END_TOLERANCE_S * rate_hz:
@@ -101,22 +105,6 @@ class Reader:
         if self._file is not None:
             self._file.close()
         self._path = self._file = self._samples_NC = None
-
-    def _check_rate(self, piece: Piece, file: AudioFile, name: str) -> None:
-        if piece.rate_hz not in (None, file.sample_rate_hz):
-            raise DataError(f"{name} is sampled at {file.sample_rate_hz} Hz, but at {piece.rate_hz} Hz in its manifest; write the "
-                            "manifest again.")
-        if file.sample_rate_hz != self._sample_rate_hz and not self._resample:
-            raise DataError(f"{name} is sampled at {file.sample_rate_hz} "
-                            f"Hz, but features.sample_rate_hz is {self._sample_rate_hz}; set features.resample=true, or "
-                            f"features.sample_rate_hz={file.sample_rate_hz}.")
-
-
-def _opened(piece: Piece, name: str) -> AudioFile:
-    if not piece.path.is_file():
-        raise DataError(f"{name} does not exist; correct the path (relative names start in the folder of the table), or "
-                        "remove the line.")
-    return AudioFile.open(piece.path, name)
 
 
 def _channel(piece: Piece, file: AudioFile, name: str) -> int:

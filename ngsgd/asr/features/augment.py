@@ -27,8 +27,7 @@ import numpy.typing as npt
 from ngsgd.asr import extras, recording
 from ngsgd.asr.features import noise, voice
 from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
-from ngsgd.asr.features.voice import VoiceChange
-from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
+from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, Samples, Utterance, num_frames
 from ngsgd.config import AugmentConfig
 from ngsgd.errors import DataError
 from ngsgd.files import open_regular
@@ -52,13 +51,9 @@ Mix = Callable[[FisherSample, npt.NDArray[np.bool_], np.random.Generator], Fishe
 
 
 def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *,
-            sample_rate_hz: int = SAMPLE_RATE_HZ,
-            silence_pdfs: Sequence[int] = (), mix: Mix | None = None,
-            is_checked: bool = False) -> Iterable[Utterance]:
-    """Return the utterances of a set, augmented if it is "train".
-
-    For `mix` and `is_checked` see `augmented`.
-    """
+            sample_rate_hz: int = SAMPLE_RATE_HZ, silence_pdfs: Sequence[int] = (),
+            mix: Mix | None = None, is_checked: bool = False) -> Iterable[Utterance]:
+    """Return the utterances of a set, `augmented` if it is "train"."""
     if set_name != "train" or not config.changes_audio:
         return utterances
     return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs, mix=mix,
@@ -71,9 +66,8 @@ def check(config: AugmentConfig, sample_rate_hz: int) -> None:
 
 
 def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
-              sample_rate_hz: int = SAMPLE_RATE_HZ,
-              silence_pdfs: Sequence[int] = (), mix: Mix | None = None,
-              is_checked: bool = False) -> Iterator[Utterance]:
+              sample_rate_hz: int = SAMPLE_RATE_HZ, silence_pdfs: Sequence[int] = (),
+              mix: Mix | None = None, is_checked: bool = False) -> Iterator[Utterance]:
     """Yield `augment.num_copies` copies of each utterance at each speed.
 
     Each copy has a separate room, noise and volume.
@@ -83,9 +77,7 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
     its utterances (vc3x0.9124-NAME). Copies after the first are named cp1-NAME and so on.
 
     Args:
-        utterances: audio and labels.
-        config: the section `augment`.
-        sample_rate_hz: sampling rate.
+        utterances, config, sample_rate_hz: audio and labels, the section `augment`, sampling rate.
         silence_pdfs: states whose frames are ignored when noise is scaled relative to speech.
         mix: adds the noise of a corpus, after voice and room, to utterances that are not clean.
         is_checked: whether `check` accepted the settings before.
@@ -110,9 +102,7 @@ def is_clean(utt_id: str, config: AugmentConfig, copy: int = 0) -> bool:
 
 
 def what_decides(config: AugmentConfig) -> dict[str, Any]:
-    """Return all inputs of augmentation, for the name of the prepared data; empty without
-    changes.
-    """
+    """Return all inputs of augmentation, for the name of the prepared data."""
     if not config.changes_audio:
         return {}
     settings = {name: value for name, value in asdict(config).items() if not name.startswith("spec")}
@@ -125,14 +115,6 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
 
 
 # Speed --------------------------------------------------------------------------------------------
-
-
-def change_speed(samples: Audio, factor: float) -> Audio:
-    """Change speed and pitch by `factor`, as `speed` of sox; the length is divided by it."""
-    if factor == 1.0:
-        return samples
-    soxr = extras.load("soxr", extra="asr", purpose="Speed perturbation")
-    return _to_16_bits(soxr.resample(samples.astype(np.float64), factor, 1.0))
 
 
 def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
@@ -187,23 +169,26 @@ def add_noise(samples: FisherSample, background: FisherSample, snr_db: float,
     noise_power = float(np.mean(background ** 2))
     if not speech_power or not noise_power:
         return samples
-    return np.asarray(samples
-                      + np.sqrt(speech_power / noise_power) * 10 ** (-snr_db / 20) * background)
+    return np.asarray(samples + np.sqrt(speech_power / noise_power) * 10 ** (-snr_db / 20) * background)
 
 
 def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: AugmentConfig,
              random: np.random.Generator, silence_pdfs: Sequence[int], *, is_clean: bool, mix: Mix | None) -> Utterance:
-    fast = change_speed(utterance.samples, factor)
-    rate_hz = sounds.sample_rate_hz
-    pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T,
-                                                         num_frames(len(fast), rate_hz), factor)
-    samples = fast.astype(np.float64)
+    rate_hz, pdf_T, samples = sounds.sample_rate_hz, utterance.pdf_T, utterance.samples.astype(np.float64)
+    if factor != 1.0:
+        # pitch too, as `speed` of sox
+        soxr = extras.load("soxr", extra="asr", purpose="Speed perturbation")
+        samples = _to_16_bits(soxr.resample(samples, factor, 1.0)).astype(np.float64)
+        pdf_T = retime(pdf_T, num_frames(len(samples), rate_hz), factor)
     # all numbers are generated for any settings, so that one option does not change the others
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
     if config.voice:
         voices = np.random.default_rng(random.integers(2**63))
         if voices.random() < config.voice_fraction:
-            number, change = _sample_voice(utterance.speaker, voices, config.voice_tilt_db)
+            # one of the other voices of the speaker, with a random rate for the utterance
+            number = int(voices.integers(NUM_VOICES))
+            of_voice = voice.sample_change(_random(f"voice {utterance.speaker}", number), config.voice_tilt_db)
+            change = replace(of_voice, rate=voice.sample_change(voices).rate)
             samples = voice.change_voice(samples, change, rate_hz)
             pdf_T = retime(pdf_T, num_frames(len(samples), rate_hz), change.rate)
             utterance = replace(utterance, utt_id=f"vc{number}x{change.rate:.4f}-{utterance.utt_id}",
@@ -225,14 +210,6 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
 
 
-def _sample_voice(speaker: str, random: np.random.Generator,
-                  tilt_spread: float) -> tuple[int, VoiceChange]:
-    """Return one of the other voices of the speaker, with a random rate for the utterance."""
-    number = int(random.integers(NUM_VOICES))
-    of_voice = voice.sample_change(_random(f"voice {speaker}", number), tilt_spread)
-    return number, replace(of_voice, rate=voice.sample_change(random).rate)
-
-
 def _to_16_bits(samples: FisherSample) -> Samples:
     """Round to 16 bits; scale down the complete signal if a part would be clipped."""
     peak = float(np.abs(samples).max(initial=0.0))
@@ -246,9 +223,8 @@ def _root_mean_square(samples: FisherSample) -> float:
 
 def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
     if factor != 1.0:
-        prefix = f"sp{factor:g}-"
-        utterance = replace(utterance, utt_id=prefix + utterance.utt_id,
-                            speaker=prefix + utterance.speaker)
+        mark = f"sp{factor:g}-"
+        utterance = replace(utterance, utt_id=mark + utterance.utt_id, speaker=mark + utterance.speaker)
     return replace(utterance, utt_id=f"cp{copy}-{utterance.utt_id}") if copy else utterance
 
 
@@ -289,9 +265,7 @@ class _Sounds:
     def background(self, num_samples: int, random: np.random.Generator) -> FisherSample:
         """Return noise of this length from a random position; a short recording is repeated."""
         if not self._noises:
-            make: Callable[[int, np.random.Generator],
-                           FisherSample] = noise.COLOURS[str(random.choice(list(noise.COLOURS)))]
-            return make(num_samples, random)
+            return noise.COLOURS[str(random.choice(list(noise.COLOURS)))](num_samples, random)
         recorded = self._read(self._noises[int(random.integers(len(self._noises)))])
         return np.resize(np.roll(recorded, -int(random.integers(len(recorded)))), num_samples)
 

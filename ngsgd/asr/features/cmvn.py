@@ -5,7 +5,7 @@ Letters: T frames, D feature dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,19 +78,38 @@ def normalized(frames_TD: Features, stats: Stats) -> Features:
     return np.asarray((frames_TD - mean_D.astype(np.float32)) / deviation_D.astype(np.float32), dtype=np.float32)
 
 
+def by_unit(features: Callable[[], Iterable[Features]], units: Sequence[object], dim: int) -> Iterator[Features]:
+    """Normalize to zero mean and unit variance per unit; `features` is called three times.
+
+    The sums are bitwise those of all frames of a unit at once.
+    """
+    place = {unit: s for s, unit in enumerate(dict.fromkeys(units))}
+    unit_U = np.fromiter((place[unit] for unit in units), np.int32, len(units))
+    count_S1, (sum_SD, square_SD) = np.zeros((len(place), 1)), np.zeros((2, len(place), dim))
+    for s, raw_TD in zip(unit_U, features(), strict=True):
+        count_S1[s] += len(raw_TD)
+        sum_SD[s] = added(sum_SD[s], raw_TD)
+    mean_SD = sum_SD / count_S1
+    for s, raw_TD in zip(unit_U, features(), strict=True):
+        square_SD[s] = added(square_SD[s], np.square(raw_TD - mean_SD[s]))
+    deviation_SD = np.maximum(np.sqrt(square_SD / count_S1), SMALLEST_DEVIATION)
+    shift_SD, scale_SD = mean_SD.astype(np.float32), deviation_SD.astype(np.float32)
+    for s, raw_TD in zip(unit_U, features(), strict=True):
+        yield (raw_TD - shift_SD[s]) / scale_SD[s]
+
+
 def restored(frames_TD: Features, stats: Stats) -> Features:
     """Invert `normalized`, up to rounding of float32."""
     mean_D, deviation_D = mean_and_deviation(stats)
     return (frames_TD * deviation_D + mean_D).astype(np.float32)
 
 
-def units(features: Sequence[Features], names: Sequence[str]) -> CmvnStats:
-    """Compute the statistics of utterances, grouped by the names of their units."""
+def units(found: Iterable[Stats], names: Sequence[str]) -> CmvnStats:
+    """Add the statistics of utterances, grouped by the names of their units."""
     stats: dict[str, Stats] = {}
-    for frames_TD, name in zip(features, names, strict=True):
-        found = statistics(frames_TD)
-        stats[name] = stats[name] + found if name in stats else found
-    return CmvnStats(stats, tuple(names))
+    for one, name in zip(found, names, strict=True):
+        stats[name] = stats[name] + one if name in stats else one
+    return CmvnStats(stats, names)
 
 
 # So far -------------------------------------------------------------------------------------------
@@ -113,7 +132,6 @@ class OnlineMean:
     """
 
     def __init__(self, all_speech: Stats, before: CmnState | None = None) -> None:
-        self._window, self._most_before, self._most_global = WINDOW, SPEAKER_FRAMES, GLOBAL_FRAMES
         self._global_mean_D = mean_and_deviation(all_speech)[0]
         self._before = before or CmnState(np.zeros_like(self._global_mean_D))
         # sums over the utterance up to each of its last frames
@@ -129,19 +147,16 @@ class OnlineMean:
         first = self._num_frames + 1 - len(self._sums_WD)
         heard_T = np.arange(self._num_frames + 1, self._num_frames + 1 + len(frames_TD))
         # frames that have left the window
-        gone_T = np.maximum(heard_T - self._window, 0)
+        gone_T = np.maximum(heard_T - WINDOW, 0)
         sum_TD = sums_TD - history[np.maximum(gone_T - first, 0)] * (gone_T > 0)[:, None]
         self._num_frames += len(frames_TD)
-        self._sums_WD = history[-self._window - 1:]
-        return self._smoothed(sum_TD, (heard_T - gone_T).astype(np.float64))
-
-    def _smoothed(self, sum_TD: Vector, count_T: Vector) -> Vector:
-        before = self._before
-        lent_T = np.minimum(self._window - count_T, min(self._most_before, before.count))
+        self._sums_WD = history[-WINDOW - 1:]
+        count_T, before = (heard_T - gone_T).astype(np.float64), self._before
+        lent_T = np.minimum(WINDOW - count_T, min(SPEAKER_FRAMES, before.count))
         if before.count:
             sum_TD = sum_TD + (lent_T / before.count)[:, None] * before.sum_D
         count_T = count_T + lent_T
-        lent_T = np.minimum(self._window - count_T, self._most_global)
+        lent_T = np.minimum(WINDOW - count_T, GLOBAL_FRAMES)
         return np.asarray((sum_TD + lent_T[:, None] * self._global_mean_D) / (count_T + lent_T)[:, None])
 
     def heard(self) -> CmnState:

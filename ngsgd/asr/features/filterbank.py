@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras
-from ngsgd.asr.features.cmvn import SMALLEST_DEVIATION
+from ngsgd.asr.features import cmvn
 from ngsgd.asr.utterance import Audio
 from ngsgd.config import FeatureConfig
 
@@ -58,15 +58,4 @@ def normalize(features: Sequence[Features], speakers: Sequence[str],
     if config.cmvn not in ("utterance", "speaker"):
         return list(features)
     units = speakers if config.cmvn == "speaker" else range(len(features))
-    members: dict[object, list[int]] = {}
-    for index, unit in enumerate(units):
-        members.setdefault(unit, []).append(index)
-    normalized = list(features)
-    for indices in members.values():
-        frames_TD = np.concatenate([features[i] for i in indices])
-        mean_D = frames_TD.mean(axis=0, dtype=np.float64).astype(np.float32)
-        deviation_D = np.maximum(frames_TD.std(axis=0, dtype=np.float64), SMALLEST_DEVIATION)
-        deviation_D = deviation_D.astype(np.float32)
-        for i in indices:
-            normalized[i] = (features[i] - mean_D) / deviation_D
-    return normalized
+    return list(cmvn.by_unit(lambda: features, units, features[0].shape[1]))

@@ -56,9 +56,7 @@ class VoiceChange:
 def sample_change(random: np.random.Generator, tilt_spread: float = 0.0) -> VoiceChange:
     """Sample factors around a common point of `PITCH` and `FORMANTS`, and a rate in `RATE`.
 
-    Args:
-        random: source of randomness.
-        tilt_spread: standard deviation of the tilt, dB per octave.
+    `tilt_spread` is the standard deviation of the tilt, dB per octave.
     """
     height, pitch, formants, rate = random.uniform(), random.normal(), random.normal(), random.uniform()
     return VoiceChange(pitch=_between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
@@ -72,13 +70,7 @@ def _between(bounds: tuple[float, float], part: float) -> float:
 
 
 def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int) -> FisherSample:
-    """Return speech of another voice, with len(samples) / change.rate samples.
-
-    Args:
-        samples: speech, any scale.
-        change: the factors.
-        sample_rate_hz: sampling rate, Hz.
-    """
+    """Return speech of another voice, with len(samples) / change.rate samples."""
     soxr = extras.load("soxr", extra="asr", purpose="Voice perturbation")
     length = round(len(samples) / change.rate)
     higher = np.asarray(soxr.resample(samples, change.pitch, 1.0))
@@ -86,7 +78,9 @@ def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int
     size = HOPS_PER_WINDOW * hop
     if len(higher) <= size:
         return np.resize(samples, length)
-    spectra_TF = _analyze(higher, size, hop)
+    padded = np.pad(higher, size // 2, mode="reflect")
+    windows_TL = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop]
+    spectra_TF = np.asarray(np.fft.rfft(windows_TL * np.hanning(size + 1)[:-1], axis=1))
     # the resampled voice has its formants at `pitch` times their frequencies
     ratio = change.pitch / change.formants
     spectra_TF = spectra_TF * _envelope_gain(spectra_TF, ratio, round(ENVELOPE_MS * sample_rate_hz / 1000))
@@ -96,12 +90,6 @@ def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int
         spectra_TF = spectra_TF * 10 ** (tilt_db_F / 20)
     stretched_TF = _stretch(spectra_TF, len(higher) / length, hop, length // hop + 1)
     return _synthesize(stretched_TF, size, hop, length)
-
-
-def _analyze(samples: FisherSample, size: int, hop: int) -> Spectra:
-    padded = np.pad(samples, size // 2, mode="reflect")
-    windows_TL = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop]
-    return np.asarray(np.fft.rfft(windows_TL * np.hanning(size + 1)[:-1], axis=1))
 
 
 def _envelope_gain(spectra_TF: Spectra, ratio: float, num_ceps: int) -> FisherSample:

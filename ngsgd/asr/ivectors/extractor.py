@@ -86,11 +86,10 @@ class Extractor:
         return linear_US, scale_U[:, None, None] * torch.eye(self.dim, dtype=torch.float64, device=scale_U.device)
 
     def posterior(self, count_UI: Tensor, first_UID: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean, U x S; covariance, U x S x S; log-likelihood per utterance up to a constant in
-        x).
-        """
-        linear_US, quadratic_USS = (a + b for a, b in zip(self.terms(count_UI, first_UID), self.prior(
-            torch.ones(len(count_UI), dtype=torch.float64, device=count_UI.device)), strict=True))
+        """(mean, U x S; covariance, U x S x S; log-likelihood of each but for a constant)."""
+        ones_U = torch.ones(len(count_UI), dtype=torch.float64, device=count_UI.device)
+        parts = zip(self.terms(count_UI, first_UID), self.prior(ones_U), strict=True)
+        linear_US, quadratic_USS = (frames + prior for frames, prior in parts)
         L_USS = torch.linalg.cholesky(quadratic_USS)
         mean_US = torch.cholesky_solve(linear_US[:, :, None], L_USS).squeeze(2)
         half_log_det_U = L_USS.diagonal(dim1=1, dim2=2).log().sum(dim=1)

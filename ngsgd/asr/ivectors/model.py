@@ -7,7 +7,6 @@ Letters: T frames, C spliced features, K retained features, I Gaussians.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ngsgd.asr import arrays as arrays_file
@@ -77,11 +75,11 @@ def write(model: IvectorModel, path: Path) -> None:
 def read(path: Path, config: IvectorConfig) -> IvectorModel:
     """Read a file of `write`; the settings determine its use."""
     try:
-        return of_arrays(_checked_arrays(path), config)
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or "
-                        "remove it and train again.") \
-            from error
+        arrays = {name: torch.from_numpy(array) for name, array in arrays_file.read(path).items()}
+        return of_arrays(arrays, config)
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or remove it "
+                        "and train again.") from error
 
 
 def of_arrays(a: Mapping[str, Tensor], config: IvectorConfig) -> IvectorModel:
@@ -104,14 +102,6 @@ def of_arrays(a: Mapping[str, Tensor], config: IvectorConfig) -> IvectorModel:
 def is_sound(path: Path) -> bool:
     """Whether the file can be read and matches its digest."""
     try:
-        return bool(_checked_arrays(path))
-    except (OSError, SafetensorError, ValueError):
+        return bool(arrays_file.read(path))
+    except (OSError, ValueError):
         return False
-
-
-def _checked_arrays(path: Path) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays_file.read(path).items()}
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -105,16 +105,20 @@ class IvectorStream:
         self._raw, self._normal = [np.concatenate(self._raw)], [np.concatenate(self._normal)]
         z_TK = [self._model.front.project(frames, at_T)
                 for frames in (self._normal[0], self._raw[0])]
-        normal_PTK, raw_PTK = (_by_period(z, self._config.period) for z in z_TK)
+        # the first period is padded at its front
+        period = self._config.period
+        missing = -(end - begin) % period
+        normal_PTK, raw_PTK = (torch.cat([one.new_zeros(missing, one.shape[1]), one]).view(-1, period, one.shape[1])
+                               for one in z_TK)
         post_PTI = scaled_posteriors(self._model.ubm, normal_PTK.flatten(0, 1), self._config).unflatten(0, normal_PTK.shape[:2])
         # padding, not frames
-        post_PTI[0, :-(end - begin) % self._config.period] = 0.0
+        post_PTI[0, :missing] = 0.0
         count_PI, first_PIK = post_PTI.sum(dim=1), post_PTI.mT @ raw_PTK
         linear_PS, quadratic_PSS = self._model.extractor.terms(count_PI, first_PIK)
         count_P = self._count + count_PI.sum(dim=1).cumsum(dim=0)
         linear_PS, quadratic_PSS = self._linear_S + linear_PS.cumsum(dim=0), self._quadratic_SS + quadratic_PSS.cumsum(dim=0)
         self._count, self._linear_S, self._quadratic_SS = count_P[-1], linear_PS[-1], quadratic_PSS[-1]
-        if (end - 1) % self._config.period == 0:
+        if (end - 1) % period == 0:
             self._rows += list(self._estimates(count_P, linear_PS, quadratic_PSS).float().cpu().numpy())
         # frames that no later projection needs
         gone = max(0, end - ivector_model.CONTEXT - self._first)
@@ -129,9 +133,3 @@ class IvectorStream:
         x_PS: Tensor = torch.linalg.solve(quadratic_PSS + prior_PSS, linear_PS + prior_PS)
         x_PS[:, 0] -= self._model.extractor.prior_offset
         return x_PS
-
-
-def _by_period(z_TK: Tensor, period: int) -> Tensor:
-    """P x period x K; the first period is padded at its front."""
-    missing = -len(z_TK) % period
-    return torch.cat([z_TK.new_zeros(missing, z_TK.shape[1]), z_TK]).view(-1, period, z_TK.shape[1])

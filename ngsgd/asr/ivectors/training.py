@@ -87,20 +87,16 @@ def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats,
         sum_C += x_NC.sum(dim=0)
         square_CC += x_NC.T @ x_NC
     mean_C = sum_C / len(chosen_T)
-    return principal_axes(square_CC / len(chosen_T) - mean_C[:, None] * mean_C, PCA_DIM)
-
-
-def principal_axes(covariance_CC: Tensor, dim: int) -> Tensor:
-    """C x K directions of largest variance, not scaled (est-pca in Kaldi)."""
-    axes_CK: Tensor = torch.linalg.eigh(covariance_CC)[1].flip(1)[:, :dim]
+    covariance_CC = square_CC / len(chosen_T) - mean_C[:, None] * mean_C
+    # directions of largest variance, not scaled (est-pca in Kaldi)
+    axes_CK: Tensor = torch.linalg.eigh(covariance_CC)[1].flip(1)[:, :PCA_DIM]
     # the sign of an axis is arbitrary; it must not depend on the machine
     largest_K = axes_CK.abs().argmax(dim=0)
     return (axes_CK * axes_CK[largest_K, torch.arange(axes_CK.shape[1])].sign()).contiguous()
 
 
-def _chosen(speech: SpeechSet, front: FrontEnd,
-            chosen_T: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.floating],
-                                                               npt.NDArray[np.int64]]]:
+def _chosen(speech: SpeechSet, front: FrontEnd, chosen_T: npt.NDArray[np.int64],
+            ) -> Iterator[tuple[npt.NDArray[np.floating], npt.NDArray[np.int64]]]:
     """Yield (frames after online mean subtraction, chosen indices) of each utterance with any."""
     for u, (normal_TD, _) in _heard(speech, front):
         begin, end = speech.frames.offsets[u:u + 2]
@@ -138,35 +134,23 @@ def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Sta
             counts.append(post_TI.sum(dim=0).float())
             firsts.append((post_TI.T @ raw_TK).float())
             pieces.append((post_TI, raw_TK))
-        if pieces and (u == num_utterances - 1
-                       or sum(len(raw) for _, raw in pieces) >= _FRAMES_AT_ONCE):
-            _add_second_moments(second_IDD,
-                                *(torch.cat(column) for column in zip(*pieces, strict=True)))
+        if pieces and (u == num_utterances - 1 or sum(len(raw) for _, raw in pieces) >= _FRAMES_AT_ONCE):
+            all_TI, all_TK = (torch.cat(column) for column in zip(*pieces, strict=True))
             pieces = []
+            for i, post_T in enumerate(all_TI.T):
+                # few: a frame has only some Gaussians
+                mine = post_T.nonzero().squeeze(1)
+                second_IDD[i] += (post_T[mine, None] * all_TK[mine]).T @ all_TK[mine]
     return Statistics(torch.stack(counts), torch.stack(firsts), second_IDD)
 
 
-def _add_second_moments(second_IDD: Tensor, post_TI: Tensor, raw_TK: Tensor) -> None:
-    for i, post_T in enumerate(post_TI.T):
-        # few: a frame has only some Gaussians
-        mine = post_T.nonzero().squeeze(1)
-        rows = raw_TK[mine]
-        second_IDD[i] += (post_T[mine, None] * rows).T @ rows
-
-
 def extract(speech: SpeechSet, model: IvectorModel, *,
-            most_utterances: int) -> list[npt.NDArray[np.float32]]:
-    """Return one row per period for each utterance.
+            most_utterances: int) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield one row per period for each utterance.
 
     The state of speakers is kept over `most_utterances` consecutive utterances in the order of the
     set.
     """
-    return list(extract_each(speech, model, most_utterances=most_utterances))
-
-
-def extract_each(speech: SpeechSet, model: IvectorModel, *,
-                 most_utterances: int) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the rows of `extract`, utterance by utterance."""
     turns: SpeakerMemory[SpeakerState] = SpeakerMemory(most_utterances)
     for u, speaker in enumerate(speech.speakers):
         stream = IvectorStream(model, turns.before(speaker))

@@ -110,9 +110,7 @@ def em_pass(mixture: DiagonalMixture, x_ND: Tensor, floor_D: Tensor) -> tuple[Di
 
 
 def split(mixture: DiagonalMixture, size: int, generator: torch.Generator) -> DiagonalMixture:
-    """Split the heaviest Gaussians until there are `size`; the means of the halves differ
-    slightly.
-    """
+    """Split the heaviest Gaussians, into halves with slightly other means, up to `size`."""
     while (missing := size - mixture.num_gaussians) > 0:
         _, heaviest = mixture.weight_G.topk(min(missing, mixture.num_gaussians))
         variance_GD = mixture.variance_GD[heaviest]

@@ -15,9 +15,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from ngsgd import files
 from ngsgd.asr import unpacking
@@ -37,10 +35,6 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 def read(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[tuple[str, str]]:
     """Yield (file:line, text) of every nonempty line, without spaces at its ends.
 
-    Args:
-        path: the file.
-        max_bytes: largest size of the file.
-
     Raises:
         DataError: the file cannot be read, or a line has a character that the module forbids.
     """
@@ -49,20 +43,18 @@ def read(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[tuple[str, str]]
 
 
 def numbered(path: Path, *, is_checked: bool = True, max_bytes: int = MAX_BYTES) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of every nonempty line; one line at a time is in memory.
+    """Yield the number and the text of every nonempty line, as `read`; one at a time is in memory.
 
-    Args:
-        path: the file.
-        is_checked: whether forbidden characters are errors. JSON lines are parsed first.
-        max_bytes: largest size of the file.
-
-    Raises:
-        DataError: as `read`.
+    Unless `is_checked`, forbidden characters are no errors: JSON lines are parsed first.
     """
     number = 0
     try:
-        with _opened(path, max_bytes) as file:
-            for number, content in enumerate(file, start=1):
+        with files.open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > max_bytes:
+                raise OSError(errno.EFBIG, f"larger than the limit of {max_bytes} bytes")
+            is_packed = file.peek(2).startswith(_GZIP)
+            unpacked = io.BytesIO(unpacking.gunzip(path)) if is_packed else file
+            for number, content in enumerate(unpacked, start=1):
                 text = content.removeprefix(codecs.BOM_UTF8) if number == 1 else content
                 line = text.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
                 if is_checked:
@@ -77,38 +69,21 @@ def numbered(path: Path, *, is_checked: bool = True, max_bytes: int = MAX_BYTES)
         raise DataError(f"{path}:{number} is not UTF-8 text ({error}); convert the file.") from error
 
 
-@contextmanager
-def _opened(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
-    with files.open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"larger than the limit of {max_bytes} bytes")
-        is_packed = file.peek(2).startswith(_GZIP)
-        yield io.BytesIO(unpacking.gunzip(path)) if is_packed else cast("BinaryIO", file)
-
-
 def check(text: str, where: str) -> str:
-    """Return the text; raise DataError for a character that the module forbids.
-
-    Args:
-        text: a line, or a field of another format.
-        where: file and line, for the message.
-    """
+    """Return the text; raise DataError for a character that the module forbids."""
     plain = text.replace("\t", " ")
     if plain.isprintable() and (plain.isascii() or not _INVISIBLE.search(plain)):
         return text
     for at, char in enumerate(plain):
         is_odd = char != " " and (unicodedata.category(char) in _ODD_CATEGORIES or _INVISIBLE.match(char))
-        if is_odd and not _is_spelling(plain, at):
+        # a joiner between letters of a script that needs it
+        is_spelling = char in _JOINERS and all(_JOINED_FIRST <= one <= _JOINED_LAST
+                                               for one in (plain[at - 1:at], plain[at + 1:at + 2]))
+        if is_odd and not is_spelling:
             after = f" after {plain[max(0, at - 20):at]!r}" if at else ""
             raise DataError(f"{where}: there is {named(char)}{after}; only blanks and tabs separate "
                             "words, so write a blank instead, or remove it.")
     return text
-
-
-def _is_spelling(text: str, at: int) -> bool:
-    """Whether the character is a joiner between letters of a script that needs it."""
-    return text[at] in _JOINERS and all(
-        _JOINED_FIRST <= char <= _JOINED_LAST for char in (text[at - 1:at], text[at + 1:at + 2]))
 
 
 def named(char: str) -> str:

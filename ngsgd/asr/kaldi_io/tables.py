@@ -91,19 +91,14 @@ class Table(Mapping[str, Entry]):
         return len(self._lines)
 
 
-def read_table(path: Path) -> Table:
-    """Read lines "key value ..." by key, in the order of the file; duplicate keys are errors."""
-    return Table(path)
-
-
 def read_ark(path: Path) -> dict[str, npt.NDArray[np.floating]]:
     """Read all matrices of an archive by key."""
     try:
         with open_source(path) as source:
             return _by_key(source, 2)
     except (OSError, KaldiFormatError) as error:
-        raise DataError(f"{path} cannot be read as an archive of matrices ({_reason(error)}); "
-                        "create it again.") from error
+        raise DataError(f"{path} cannot be read as an archive of matrices ({_reason(error)}); create it "
+                        "again.") from error
 
 
 def place_of(entry: Entry) -> Place:
@@ -116,10 +111,7 @@ def place_of(entry: Entry) -> Place:
 
 
 def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
-    """Read the frames of an entry of a .scp, "file:offset" or "file:offset[first:last]".
-
-    A relative name starts in `folder`.
-    """
+    """Read the frames of a .scp entry; relative names start in `folder`."""
     matrix = _matrix(entry, folder)
     if not len(matrix):
         raise DataError(f"{entry.where}: {entry.value} contains no frames; correct the entry.")
@@ -148,9 +140,7 @@ def _matrix(entry: Entry, folder: Path) -> Array:
 
 
 def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
-    """Read all vectors of an archive of alignments, binary or text, gzip-compressed if named
-    .gz.
-    """
+    """Read all vectors of an archive of alignments, binary or text; names in .gz are compressed."""
     try:
         content = unpacking.gunzip(path) if path.suffix == ".gz" else files.read_regular_bytes(path, _MAX_TABLE_BYTES)
         if b"\0B" not in content[:4096] and not foreign_kind(content.partition(b" ")[2]):

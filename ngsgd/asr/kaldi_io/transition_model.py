@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ngsgd.data.kaldi_objects import KaldiFormatError, Source, open_source, read_float_object
 from ngsgd.errors import DataError
@@ -98,19 +98,7 @@ class TransitionModel:
                             "final.mdl of Kaldi, or the output of copy-transition-model.") from error
 
 
-class _Fields(Protocol):
-    """The values of a file, one after another."""
-
-    def word(self) -> str: ...
-
-    def integer(self, low: int, high: int) -> int: ...
-
-    def topologies(self) -> dict[int, tuple[HmmState, ...]]: ...
-
-    def num_floats(self) -> int: ...
-
-
-def _fields(source: Source) -> _Fields:
+def _fields(source: Source) -> _TextFields | _BinaryFields:
     if source.peek(2) == b"\0B":
         source.take(2)
         return _BinaryFields(source)
@@ -126,7 +114,7 @@ def _fields(source: Source) -> _Fields:
     return _TextFields(bytes(head[:end + len(_END)]))
 
 
-def _read(fields: _Fields) -> TransitionModel:
+def _read(fields: _TextFields | _BinaryFields) -> TransitionModel:
     _expect(fields, "<TransitionModel>")
     _expect(fields, "<Topology>")
     topologies = fields.topologies()
@@ -136,8 +124,12 @@ def _read(fields: _Fields) -> TransitionModel:
     tuples: list[HmmTuple] = []
     num_ids = 0
     for _ in range(fields.integer(1, _MAX_TUPLES)):
-        one = _tuple(fields, topologies, has_self_loop=kind == "<Tuples>")
-        num_ids += len(topologies[one.phone][one.state].transitions)
+        phone, state, pdf = (fields.integer(0, high) for high in (_MAX_PHONES, _MAX_STATES, _MAX_PDFS))
+        one = HmmTuple(phone, state, pdf, fields.integer(0, _MAX_PDFS) if kind == "<Tuples>" else pdf)
+        states = topologies.get(phone, ())
+        if state >= len(states) or states[state].pdf_class == _NO_PDF:
+            raise KaldiFormatError(f"the topology of phone {phone} has no emitting state {state}")
+        num_ids += len(states[state].transitions)
         if (tuples and one <= tuples[-1]) or num_ids > _MAX_IDS:
             raise KaldiFormatError("its tuples are not sorted, or have too many transitions")
         tuples.append(one)
@@ -151,16 +143,7 @@ def _read(fields: _Fields) -> TransitionModel:
     return TransitionModel(topologies, tuple(tuples))
 
 
-def _tuple(fields: _Fields, topologies: Mapping[int, tuple[HmmState, ...]], *, has_self_loop: bool) -> HmmTuple:
-    phone, state, pdf = (fields.integer(0, high) for high in (_MAX_PHONES, _MAX_STATES, _MAX_PDFS))
-    loop = fields.integer(0, _MAX_PDFS) if has_self_loop else pdf
-    states = topologies.get(phone, ())
-    if state >= len(states) or states[state].pdf_class == _NO_PDF:
-        raise KaldiFormatError(f"the topology of phone {phone} has no emitting state {state}")
-    return HmmTuple(phone, state, pdf, loop)
-
-
-def _expect(fields: _Fields, token: str) -> None:
+def _expect(fields: _TextFields | _BinaryFields, token: str) -> None:
     if (found := fields.word()) != token:
         raise KaldiFormatError(f"{found[:30]!r} is found instead of {token}")
 
@@ -282,20 +265,18 @@ class _BinaryFields:
     def _state(self, has_loops: bool) -> HmmState:
         forward = self.integer(_NO_PDF, _MAX_STATES)
         loop = self.integer(_NO_PDF, _MAX_STATES) if has_loops else forward
-        transitions = tuple((self.integer(0, _MAX_STATES), self._float())
-                            for _ in range(self.integer(0, _MAX_TRANSITIONS)))
-        return HmmState(forward, loop, transitions)
+        transitions = []
+        for _ in range(self.integer(0, _MAX_TRANSITIONS)):
+            target, size = self.integer(0, _MAX_STATES), self._source.take(1)
+            if size not in (b"\4", b"\10"):
+                raise KaldiFormatError("expected a float of 4 or 8 bytes")
+            [value] = struct.unpack("<f" if size == b"\4" else "<d", self._source.take(size[0]))
+            transitions.append((target, float(value)))
+        return HmmState(forward, loop, tuple(transitions))
 
     def _integers(self) -> list[int]:
         found: list[int] = self._source.array("<i4", self.integer(0, _MAX_PHONES + 1)).tolist()
         return found
-
-    def _float(self) -> float:
-        size = self._source.take(1)
-        if size not in (b"\4", b"\10"):
-            raise KaldiFormatError("expected a float of 4 or 8 bytes")
-        [value] = struct.unpack("<f" if size == b"\4" else "<d", self._source.take(size[0]))
-        return float(value)
 
 
 def _integer(token: str, low: int, high: int) -> int:

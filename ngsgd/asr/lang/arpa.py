@@ -17,14 +17,18 @@ kaldifst read it, since both end the process on some damaged models.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ngsgd import files
+from ngsgd.asr import extras
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import lexicon
 from ngsgd.errors import DataError
@@ -35,6 +39,8 @@ _SECTION = re.compile(r"\\(\d{1,9})-grams:", re.ASCII)
 _COUNT = re.compile(r"ngram\s+(\d{1,9})\s*=\s*(\d{1,18})", re.ASCII)
 # log probabilities and weights to base 10 are far smaller
 _LARGEST = 1e6
+# on the input side of the back-off arcs of G, so that HCLG can be determinized
+_BACKOFF = "#0"
 # rounding of a probability of 1
 _ABOVE_ONE = 0.01
 _FOREIGN = {
@@ -57,11 +63,7 @@ def read(path: Path, of_lexicon: Sequence[str], report: Callable[[str], None],
          effect: str = "cannot be recognized") -> str:
     """Read a language model, plain or gzip-compressed, and compare its words with the lexicon.
 
-    Args:
-        path: the file.
-        of_lexicon: its words.
-        report: receives a line if the model lacks some of them.
-        effect: the consequence for these.
+    `report` receives a line, with the `effect`, if the model lacks some of its words.
 
     Returns:
         The text from `\\data\\` to `\\end\\`, with lines that end at a line feed.
@@ -92,11 +94,7 @@ def words(text: str) -> set[str]:
 
 
 class Reader:
-    """Reads the lines of a model and checks them.
-
-    Args:
-        name: of the model, for messages.
-    """
+    """Reads the lines of a model and checks them."""
 
     def __init__(self, name: str = "the language model") -> None:
         # the longest n-grams with a section
@@ -114,9 +112,6 @@ class Reader:
         """Yield each line from `\\data\\` to `\\end\\`, with its n-gram if it has one.
 
         Sentence marks of the n-grams become lower case.
-
-        Args:
-            numbered: place and text of each nonempty line.
 
         Raises:
             DataError: the text is damaged or incomplete. Counts are compared after the last line.
@@ -143,7 +138,11 @@ class Reader:
             self._is_finished = line == "\\end\\"
         elif section := _SECTION.fullmatch(line):
             self._end_section()
-            self._begin_section(int(section[1]), where)
+            order = int(section[1])
+            if order <= self.order or order not in self._counts:
+                raise self._error(where, f"the section of {order}-grams is repeated, not in order, or has no count")
+            self._section = self.order = order
+            self._found[order] = 0
         elif self._section:
             return self._gram(line, where)
         elif count := _COUNT.fullmatch(line):
@@ -166,12 +165,6 @@ class Reader:
         for mark in (BEGIN, END):
             if mark not in self.unigrams:
                 raise self._error(self._name, f"it has no unigram {mark}")
-
-    def _begin_section(self, order: int, where: str) -> None:
-        if order <= self.order or order not in self._counts:
-            raise self._error(where, f"the section of {order}-grams is repeated, not in order, or has no count")
-        self._section, self._found[order] = order, 0
-        self.order = order
 
     def _end_section(self) -> None:
         hash_N = np.sort(np.array(self._hashes, np.int64))
@@ -201,3 +194,42 @@ class Reader:
 
     def _error(self, where: str, reason: str) -> DataError:
         return DataError(f"{where}: {reason}; use a complete model in ARPA format.")
+
+
+# Graphs -------------------------------------------------------------------------------------------
+
+
+_ARPA_TO_FST = """
+import sys, kaldilm
+model, table, symbol, output = sys.argv[1:]
+text = kaldilm.arpa2fst(input_arpa=model, disambig_symbol=symbol, read_symbol_table=table, max_arpa_warnings=0)
+open(output, "w", encoding="utf-8").write(text)
+"""
+
+
+def acceptor(text: str, labels: Mapping[str, int]) -> Any:
+    """Build G of a model as kaldifst.StdVectorFst, without n-grams of words that have no label."""
+    extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
+    # numbers as words: no word of the lexicon can be taken for one of the other symbols
+    names = {**{word: str(label) for word, label in labels.items()}, BEGIN: BEGIN, END: END}
+    symbols = ["<eps>", *map(str, labels.values()), _BACKOFF, BEGIN, END]
+    with tempfile.TemporaryDirectory() as folder:
+        model, table, graph = (Path(folder) / name for name in ("lm.arpa", "words.txt", "G.txt"))
+        with model.open("w", encoding="utf-8") as file:
+            for line, gram in Reader().grams(text):
+                words = " ".join(names.get(word, UNKNOWN) for word in gram.words) if gram else ""
+                fields = (gram.log_prob, words, gram.backoff) if gram else (line,)
+                file.write("\t".join(field for field in fields if field) + "\n")
+        listed = "".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols))
+        table.write_text(listed, encoding="utf-8")
+        # kaldilm ends the process on some invalid files
+        command = [sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table), _BACKOFF, str(graph)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            # the line that kaldilm marks as an error, else the last one
+            said = [one.strip() for one in done.stderr.splitlines() if one.strip()]
+            marked = next((one for one in said if one.startswith("[E]")), (said or ["kaldilm could not read it"])[-1])
+            reason = "".join(char if char.isprintable() else "?" for char in marked)[:200]
+            raise DataError(f"The language model is not in ARPA format ({reason}); check the file.")
+        text = graph.read_text(encoding="utf-8")
+    return extras.load("kaldifst", extra="asr", purpose="Decoding").compile(text)

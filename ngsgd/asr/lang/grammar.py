@@ -57,10 +57,7 @@ class Grammar:
         return tuple(sorted({name for rule in self.rules.values() for name in _words(rule)}))
 
     def acceptor(self, labels: Mapping[str, int]) -> Any:
-        """Build the word sequences of the grammar as kaldifst.StdVectorFst.
-
-        Args:
-            labels: word -> label, for every word of the grammar.
+        """Build the word sequences of the grammar, with these labels, as kaldifst.StdVectorFst.
 
         Raises:
             DataError: a rule is missing or contains itself, or there are too many states.
@@ -78,20 +75,12 @@ class Grammar:
 
 
 def read(path: Path) -> Grammar:
-    """Read a grammar.
-
-    Raises:
-        DataError: the file cannot be read, or its syntax is not supported.
-    """
+    """Read a grammar; raise DataError if it cannot be read, or its syntax is not supported."""
     return parse("\n".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES)), path)
 
 
 def parse(text: str, path: Path) -> Grammar:
-    """Parse the text of the file `path`.
-
-    Raises:
-        DataError: the syntax is not supported.
-    """
+    """Parse the text of the file `path`; raise DataError if its syntax is not supported."""
     return _Parser(path, text).grammar()
 
 
@@ -191,7 +180,12 @@ class _Expansion:
         if node.kind == "word":
             return self._arc(source, self.labels[node.name])
         if node.kind == "rule":
-            return self._rule(node.name, source, inside)
+            name, about = node.name, f"the grammar {self.grammar.path}"
+            if name in inside:
+                raise DataError(f"{about}: the rule {name} contains itself; write repetitions with * or +.")
+            if name not in self.grammar.rules:
+                raise DataError(f"{about} has no rule {name}; add it.")
+            return self.add(self.grammar.rules[name], source, (*inside, name))
         if node.kind == "all":
             for part in node.parts:
                 source = self.add(part, source, inside)
@@ -204,23 +198,12 @@ class _Expansion:
             return end
         begin = self._arc(source, 0)
         end = self.add(node.parts[0], begin, inside)
+        after = self._arc(end, 0)
         if node.kind in ("option", "star"):
-            self._join(begin, after := self._arc(end, 0))
-        else:
-            after = self._arc(end, 0)
+            self._join(begin, after)
         if node.kind in ("star", "plus"):
             self._join(end, begin)
         return after
-
-    def _rule(self, name: str, source: int, inside: tuple[str, ...]) -> int:
-        if name in inside:
-            raise DataError(
-                f"the grammar {self.grammar.path}: the rule {name} contains itself; "
-                "write repetitions with * or +."
-            )
-        if name not in self.grammar.rules:
-            raise DataError(f"the grammar {self.grammar.path} has no rule {name}; add it.")
-        return self.add(self.grammar.rules[name], source, (*inside, name))
 
     def _state(self) -> int:
         self.num_states += 1

@@ -11,13 +11,9 @@ L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +34,6 @@ EPSILON = 0
 # tolerance of equal costs; the default of the tools, 1/1024, accumulates over the words of an
 # utterance
 _PRECISION = 1e-5
-# on the input side of the back-off arcs of G, so that HCLG can be determinized
-_BACKOFF = "#0"
 
 
 @dataclass(frozen=True)
@@ -67,16 +61,24 @@ def build(language: Language, *, silence_prob: float) -> Graph:
 
     Args:
         language: words, lexicon, and language model or grammar.
-        silence_prob: probability of silence before, between and after words. With 0, silence and no
-            silence both have cost 0.
+        silence_prob: that of silence before, between and after words; 0: both have cost 0.
     """
     topology = language.topology
     lexicon = _Lexicon(topology)
-    grammar = language.grammar.acceptor(topology.word_labels) if language.grammar \
-        else _arpa_grammar(language.arpa, topology) if language.arpa else _loop(topology, language.is_one_word)
-    _require_words(grammar, len(topology.words))
-    fst = lexicon.transducer(silence_prob)
+    if language.grammar:
+        grammar = language.grammar.acceptor(topology.word_labels)
+    else:
+        grammar = arpa.acceptor(language.arpa, topology.word_labels) if language.arpa \
+            else _loop(topology, language.is_one_word)
     kaldifst = _kaldifst()
+    # the tools crash without any path
+    kept = grammar.copy()
+    kaldifst.connect(kept)
+    if not any(1 <= arc.olabel <= len(topology.words) for state in range(kept.num_states)
+               for arc in kaldifst.ArcIterator(kept, state)):
+        raise DataError("The language model or grammar has no path from its start to an end with a word of "
+                        "the lexicon; use the model and the lexicon of one task.")
+    fst = lexicon.transducer(silence_prob)
     kaldifst.arcsort(fst, "olabel")
     kaldifst.arcsort(grammar, "ilabel")
     fst = kaldifst.compose(fst, grammar)
@@ -109,22 +111,16 @@ def graphs_in_context(language: Language, disambig: range = range(0)) -> Context
 
 
 def read(given: GivenGraph) -> Graph:
-    """Read the graph of the data, with transition ids replaced by pdfs.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read the graph of the data, with transition ids replaced by pdfs; see `check`."""
     read = check(given)
     fst = _kaldifst().StdVectorFst()
     for _ in range(read.num_states):
         fst.add_state()
     fst.start = read.start
-    arcs = read.arc_A.tolist()
-    for state, (final, first, num_arcs) in enumerate(zip(read.final_S.tolist(),
-                                                         read.first_S.tolist(),
-                                                         read.num_arcs_S.tolist(), strict=True)):
+    arcs, firsts = read.arc_A.tolist(), read.first_S.tolist()
+    for state, (final, first) in enumerate(zip(read.final_S.tolist(), firsts, strict=True)):
         fst.set_final(state, final)
-        for ilabel, olabel, weight, target in arcs[first:first + num_arcs]:
+        for ilabel, olabel, weight, target in arcs[first:first + int(read.num_arcs_S[state])]:
             _add(fst, Arc(state, target, ilabel, olabel, weight))
     return Graph(fst, given.words)
 
@@ -181,7 +177,9 @@ def with_word_costs(graph: Graph, cost_of: Mapping[str, float]) -> Graph:
 
 def arcs(graph: Graph) -> Iterator[Arc]:
     """All arcs."""
-    return (arc for leaving in _arcs_by_source(graph.fst).values() for arc in leaving)
+    iterator = _kaldifst().ArcIterator
+    return (Arc(state, arc.nextstate, arc.ilabel, arc.olabel, arc.weight.value)
+            for state in range(graph.fst.num_states) for arc in iterator(graph.fst, state))
 
 
 def log_finals(graph: Graph) -> dict[int, float]:
@@ -191,12 +189,7 @@ def log_finals(graph: Graph) -> dict[int, float]:
 
 
 def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
-    """Build the graph of a word sequence with all pronunciations and optional silence.
-
-    All costs are 0.
-
-    Words are numbered as in the topology.
-    """
+    """Build the graph of words, with all pronunciations and optional silence, without costs."""
     fst = _new()
     state = fst.start
     for word in words:
@@ -213,10 +206,7 @@ def of_transcript_in_context(language: Language, in_context: ContextGraphs,
                              words: Sequence[str]) -> Graph:
     """As `of_transcript`, in the tied states of a language with a decision tree.
 
-    Args:
-        language: the words, phones and tree.
-        in_context: `graphs_in_context(language)`, made once for many transcripts.
-        words: the transcript.
+    `in_context` is `graphs_in_context(language)`, made once for many transcripts.
     """
     topology = language.topology
     number_of = {phone: number for number, phone in enumerate((SILENCE_PHONE, *topology.phones), 1)}
@@ -276,7 +266,7 @@ class _Lexicon:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.phones = (SILENCE_PHONE, *topology.phones)
-        self.entries = list(_disambiguated(topology))
+        self.entries = _disambiguated(topology)
         num_disambig = 1 + max((number for _, _, number in self.entries), default=0)
         first = len(self.phones) + 1
         self.backoff = first                             # #0
@@ -285,7 +275,9 @@ class _Lexicon:
 
     def transducer(self, silence_prob: float) -> Any:
         """L: phones to words, closed under repetition."""
-        silence_cost, no_silence_cost = (-math.log(silence_prob), -math.log(1 - silence_prob)) if silence_prob else (0.0, 0.0)
+        silence_cost = no_silence_cost = 0.0
+        if silence_prob:
+            silence_cost, no_silence_cost = -math.log(silence_prob), -math.log(1 - silence_prob)
         fst = _new()
         loop, silence, ended = (fst.add_state() for _ in range(3))
         _add(fst, Arc(fst.start, loop, EPSILON, EPSILON, no_silence_cost))
@@ -301,7 +293,7 @@ class _Lexicon:
                 state, output = following, EPSILON
             _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
             _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
-        # the label of #0 in `_arpa_grammar`
+        # the label of #0 in `arpa.acceptor`
         backoff_label = len(self.topology.words) + 1
         _add(fst, Arc(loop, loop, self.backoff, backoff_label, 0.0))
         fst.set_final(loop, 0.0)
@@ -330,22 +322,20 @@ class _Lexicon:
         return self.phones.index(phone) + 1
 
 
-def _disambiguated(topology: Topology) -> Iterator[tuple[str, Pronunciation, int]]:
-    """Yield (word, pronunciation, disambiguation symbol or 0), as add_lex_disambig of Kaldi.
+def _disambiguated(topology: Topology) -> list[tuple[str, Pronunciation, int]]:
+    """Return (word, pronunciation, disambiguation symbol or 0), as add_lex_disambig of Kaldi.
 
     A symbol ends every pronunciation shared by several words, and every prefix of another one.
     """
-    all_ = [(word, phones) for word, pronunciations in topology.lexicon.items()
-            for phones in pronunciations]
-    count = Counter(phones for _, phones in all_)
-    prefixes = {phones[:length] for _, phones in all_ for length in range(1, len(phones))}
+    every = [(word, phones) for word, spellings in topology.lexicon.items() for phones in spellings]
+    count = Counter(phones for _, phones in every)
+    prefixes = {phones[:length] for _, phones in every for length in range(1, len(phones))}
     used: Counter[Pronunciation] = Counter()
-    for word, phones in all_:
-        number = 0
-        if count[phones] > 1 or phones in prefixes:
-            used[phones] += 1
-            number = used[phones]
-        yield word, phones, number
+    entries = []
+    for word, phones in every:
+        used[phones] += count[phones] > 1 or phones in prefixes
+        entries.append((word, phones, used[phones]))
+    return entries
 
 
 # Grammar ------------------------------------------------------------------------------------------
@@ -359,64 +349,6 @@ def _loop(topology: Topology, is_one_word: bool) -> Any:
         _add(fst, Arc(fst.start, end, label, label, math.log(len(topology.words))))
     fst.set_final(end, 0.0)
     return fst
-
-
-def _arpa_grammar(text: str, topology: Topology) -> Any:
-    """G of an n-gram model, without n-grams of words that the lexicon lacks."""
-    extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
-    labels = topology.word_labels
-    # no word of the lexicon can be taken for one of the other symbols
-    symbols = ["<eps>", *map(str, labels.values()), _BACKOFF, arpa.BEGIN, arpa.END]
-    with tempfile.TemporaryDirectory() as folder:
-        model, table = Path(folder) / "lm.arpa", Path(folder) / "words.txt"
-        with model.open("w", encoding="utf-8") as file:
-            file.writelines(_numbered(text, labels))
-        table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)),
-                         encoding="utf-8")
-        # kaldilm ends the process on some invalid files
-        done = subprocess.run([sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table),
-                               _BACKOFF, f"{folder}/G.txt"],
-                              capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode:
-            raise DataError(f"The language model is not in ARPA format ({_reason(done.stderr)}); "
-                            "check the file.")
-        text = (Path(folder) / "G.txt").read_text(encoding="utf-8")
-    return _kaldifst().compile(text)
-
-
-def _numbered(text: str, labels: Mapping[str, int]) -> Iterator[str]:
-    """Yield the lines of a model in ARPA format with numbers as words; sentence marks stay."""
-    names = {**{word: str(label) for word, label in labels.items()}, arpa.BEGIN: arpa.BEGIN, arpa.END: arpa.END}
-    for line, gram in arpa.Reader().grams(text):
-        words = " ".join(names.get(word, arpa.UNKNOWN) for word in gram.words) if gram else ""
-        fields = (gram.log_prob, words, gram.backoff) if gram else (line,)
-        yield "\t".join(field for field in fields if field) + "\n"
-
-
-def _require_words(grammar: Any, num_words: int) -> None:
-    """Raise DataError unless a path of the grammar has a word; the tools crash without any path."""
-    kept = grammar.copy()
-    _kaldifst().connect(kept)
-    iterator = _kaldifst().ArcIterator
-    if not any(1 <= arc.olabel <= num_words for state in range(kept.num_states) for arc in iterator(kept, state)):
-        raise DataError("The language model or grammar has no path from its start to an end with a word of the "
-                        "lexicon; use the model and the lexicon of one task.")
-
-
-_ARPA_TO_FST = """
-import sys, kaldilm
-model, table, symbol, output = sys.argv[1:]
-text = kaldilm.arpa2fst(input_arpa=model, disambig_symbol=symbol, read_symbol_table=table, max_arpa_warnings=0)
-open(output, "w", encoding="utf-8").write(text)
-"""
-
-
-def _reason(said: str) -> str:
-    """The line of the message that kaldilm marks as an error, else the last one."""
-    lines = [line.strip() for line in said.splitlines()
-             if line.strip()] or ["kaldilm could not read it"]
-    marked = next((line for line in lines if line.startswith("[E]")), lines[-1])
-    return "".join(char if char.isprintable() else "?" for char in marked)[:200]
 
 
 # Transducers --------------------------------------------------------------------------------------
@@ -456,13 +388,6 @@ def _rewritten(fst: Any, change: Callable[[int, int, float], tuple[int, int, flo
         for arc in iterator(fst, state):
             copy.add_arc(state, new_arc(*change(arc.ilabel, arc.olabel, arc.weight.value), arc.nextstate))
     return copy
-
-
-def _arcs_by_source(fst: Any) -> dict[int, list[Arc]]:
-    kaldifst = _kaldifst()
-    return {state: [Arc(state, arc.nextstate, arc.ilabel, arc.olabel, arc.weight.value)
-                    for arc in kaldifst.ArcIterator(fst, state)]
-            for state in range(fst.num_states)}
 
 
 def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) -> int:

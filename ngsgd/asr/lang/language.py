@@ -28,9 +28,7 @@ class GivenGraph:
 
 @dataclass(frozen=True)
 class Language:
-    """Words and grammar; without an ARPA text all word sequences are allowed, with equal
-    weights.
-    """
+    """Words and grammar; without an ARPA text all word sequences have equal weights."""
 
     topology: Topology
     # an n-gram model in ARPA format

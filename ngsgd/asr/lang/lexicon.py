@@ -7,9 +7,11 @@ Probabilities are not used.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ngsgd.asr.kaldi_io import lines
@@ -50,12 +52,8 @@ def locate(given: str, source: Path) -> Path:
 def read(path: Path, num_silence_states: int, report: Callable[[str], None] = warn) -> Topology:
     """Read words and phones of the file, phones in alphabetical order.
 
-    Further pronunciations have separate lines, with or without WORD(2).
-
-    Args:
-        path: the file.
-        num_silence_states: number of HMM states of silence.
-        report: receives a line if probabilities are omitted. Default: a warning.
+    Further pronunciations have separate lines, with or without WORD(2). `report` receives a line if
+    probabilities are omitted. Default: a warning.
 
     Raises:
         DataError: a line has no phones, is a duplicate, or has a number or a comment as phone.
@@ -144,14 +142,9 @@ def _code_points(word: str) -> str:
 
 def require_shared(words: Sequence[str], known: Collection[str], source: str,
                    report: Callable[[str], None], effect: str = "cannot be recognized") -> None:
-    """Compare the words of the lexicon with those of a language model or a graph.
+    """Compare the words of the lexicon with those that a language model or graph `source` has.
 
-    Args:
-        words: of the lexicon.
-        known: of the language model.
-        source: its name.
-        report: receives a line if some words of the lexicon are missing.
-        effect: the consequence for them.
+    `report` receives a line, with the `effect`, if some words of the lexicon are missing.
 
     Raises:
         DataError: none is known.
@@ -170,3 +163,44 @@ def listed(words: Sequence[str]) -> str:
     """Return the first words, and the number of the others."""
     more = f" and {len(words) - _NUM_SHOWN} more" if len(words) > _NUM_SHOWN else ""
     return " ".join(words[:_NUM_SHOWN]) + more
+
+
+# Homophones ---------------------------------------------------------------------------------------
+
+# If a language model gives homophones the same probability, their paths have equal costs, and the
+# order of the search or rounding decides. The costs here decide for the word that is more frequent
+# in the training transcripts. They are about 0.01 at most and rarely change another decision.
+# share of the negative log probability in the training transcripts
+_HOMOPHONE_SCALE = 1e-3
+
+
+def count_words(texts: Iterable[Sequence[str]]) -> dict[str, int]:
+    """Return the number of occurrences of each word, sorted by word."""
+    counts = Counter(word for words in texts for word in words)
+    return dict(sorted(counts.items()))
+
+
+def homophone_costs(lexicon: Mapping[str, Iterable[Sequence[str]]], counts: Mapping[str, int]) -> dict[str, float]:
+    """Return the cost of each word that shares a pronunciation with another word.
+
+    Args:
+        lexicon: word -> pronunciations, as phones.
+        counts: word -> its number in the training transcripts; empty: no word has a cost.
+
+    Returns:
+        A thousandth of the negative log probability of the word, with one added to each count.
+
+    >>> a, o = ("EY",), ("OW",)
+    >>> found = homophone_costs({"A": [a], "O": [o], "OH": [o]}, {"A": 9, "O": 6, "OH": 2})
+    >>> {word: round(cost, 6) for word, cost in found.items()}
+    {'O': 0.00105, 'OH': 0.001897}
+    """
+    if not counts:
+        return {}
+    words_of: dict[tuple[str, ...], dict[str, None]] = {}
+    for word, pronunciations in lexicon.items():
+        for phones in pronunciations:
+            words_of.setdefault(tuple(phones), {})[word] = None
+    log_total = math.log(sum(counts.values()) + len(lexicon))
+    shared = dict.fromkeys(word for words in words_of.values() if len(words) > 1 for word in words)
+    return {word: _HOMOPHONE_SCALE * (log_total - math.log(counts.get(word, 0) + 1)) for word in shared}

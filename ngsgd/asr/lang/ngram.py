@@ -2,6 +2,11 @@
 
 A model gives the cost of a word after other words.  Estimation is interpolated Witten-Bell
 smoothing, which needs no held-out text and suits the small transcripts of a speech corpus.
+
+    weight = best_weight(transcripts, newspaper, valid_texts)
+    model = interpolate(transcripts, newspaper, weight)
+
+interpolates two models linearly, with the weight of lowest perplexity on other texts.
 """
 
 from __future__ import annotations
@@ -11,12 +16,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ngsgd.asr.lang import arpa
 from ngsgd.asr.lang.arpa import BEGIN, END, UNKNOWN
 from ngsgd.errors import DataError
 
 # a word without a probability, as with an open vocabulary without <unk>; Kaldi omits such paths
 _UNSEEN_COST = 99.0
+# of the weight of a mixture: iterations, and its change between the last two
+_MAX_ITERATIONS = 200
+_CONVERGED = 1e-6
+# a smaller rest of a probability is rounding
+_LEAST = 1e-12
 
 
 @dataclass(frozen=True)
@@ -108,30 +120,26 @@ def estimate(texts: Iterable[Sequence[str]], *, order: int, vocabulary: Iterable
                 context = tuple(tokens[at - length : at])
                 follows.setdefault(context, Counter())[tokens[at]] += 1
     targets = (*words, *([UNKNOWN] if UNKNOWN in follows.get((), ()) else []), END)
-    probs = _unigram_probs(follows.get((), Counter()), targets)
+    unigrams = follows.get((), Counter())
+    if not (num := unigrams.total()):
+        raise DataError("The text of the language model has no words; give another data.lm_text.")
+    probs: dict[tuple[str, ...], float] = {
+        (w,): (unigrams[w] + len(unigrams) / len(targets)) / (num + len(unigrams)) for w in targets}
     for context in sorted(follows, key=len):
         for word, count in follows[context].items() if context else ():
             num, kinds = follows[context].total(), len(follows[context])
-            lower = _backed_off(probs, follows, context[1:], word)
+            # the probability after the shorter history, of any that the texts have or lack
+            lower, shorter = 1.0, context[1:]
+            while (*shorter, word) not in probs:
+                lower *= _backoff_weight(follows.get(shorter))
+                shorter = shorter[1:]
+            lower *= probs[*shorter, word]
             probs[*context, word] = (count + kinds * lower) / (num + kinds)
-    return NgramModel(order, _entries(probs, follows))
-
-
-def _unigram_probs(count: Counter[str], targets: Sequence[str]) -> dict[tuple[str, ...], float]:
-    num, kinds = count.total(), len(count)
-    if not num:
-        raise DataError("The text of the language model has no words; give another data.lm_text.")
-    return {(w,): (count[w] + kinds / len(targets)) / (num + kinds) for w in targets}
-
-
-def _backed_off(probs: Mapping[tuple[str, ...], float], follows: Mapping[tuple[str, ...], Counter[str]],
-                context: tuple[str, ...], word: str) -> float:
-    """The probability of a word after a context, of any that the texts have or lack."""
-    factor = 1.0
-    while (*context, word) not in probs:
-        factor *= _backoff_weight(follows.get(context))
-        context = context[1:]
-    return factor * probs[*context, word]
+    entries = {gram: (math.log(prob), math.log(_backoff_weight(follows.get(gram))))
+               for gram, prob in probs.items()}
+    # no text has it as a following word, but histories begin with it; -99 stands for never in ARPA
+    entries[(BEGIN,)] = (-_UNSEEN_COST, math.log(_backoff_weight(follows.get((BEGIN,)))))
+    return NgramModel(order, dict(sorted(entries.items(), key=lambda item: len(item[0]))))
 
 
 def _backoff_weight(following: Counter[str] | None) -> float:
@@ -139,25 +147,8 @@ def _backoff_weight(following: Counter[str] | None) -> float:
     return len(following) / (following.total() + len(following)) if following else 1.0
 
 
-def _entries(probs: Mapping[tuple[str, ...], float],
-             follows: Mapping[tuple[str, ...], Counter[str]]) -> dict[tuple[str, ...], tuple[float, float]]:
-    entries = {gram: (math.log(prob), math.log(_backoff_weight(follows.get(gram))))
-               for gram, prob in probs.items()}
-    # no text has it as a following word, but histories begin with it; -99 stands for never in ARPA
-    entries[(BEGIN,)] = (-_UNSEEN_COST, math.log(_backoff_weight(follows.get((BEGIN,)))))
-    return dict(sorted(entries.items(), key=lambda item: len(item[0])))
-
-
 def parse(text: str, name: str = "the language model") -> NgramModel:
-    """Parse a model.
-
-    Args:
-        text: the model in ARPA format.
-        name: of the model, for messages.
-
-    Raises:
-        DataError: the text is not in ARPA format, or incomplete.
-    """
+    """Parse a model in ARPA format; raise DataError for a damaged or incomplete text."""
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
     reader = arpa.Reader(name)
     for _, gram in reader.grams(text):
@@ -166,3 +157,70 @@ def parse(text: str, name: str = "the language model") -> NgramModel:
             words = tuple(UNKNOWN if word.lower() == UNKNOWN else word for word in gram.words)
             entries[words] = (float(gram.log_prob) * math.log(10.0), float(gram.backoff or 0.0) * math.log(10.0))
     return NgramModel(reader.order, entries)
+
+
+# Mixtures -----------------------------------------------------------------------------------------
+
+
+def best_weight(first: NgramModel, second: NgramModel, texts: Iterable[Sequence[str]]) -> float:
+    """Return the weight of `first`, 0 to 1, for which the mixture has the lowest perplexity.
+
+    It is found by expectation maximization from a half; the perplexity has one minimum. Words that
+    a model lacks do not count. Without texts the weight is a half. Neither model, over the same
+    words, is estimated from the texts.
+
+    Source: Jelinek and Mercer, "Interpolated estimation of Markov source parameters from sparse
+    data" (1980).
+    """
+    rows = []
+    for text in texts:
+        history = [BEGIN]
+        for word in (*text, END):
+            if all((word,) in model.entries for model in (first, second)):
+                rows.append([math.exp(-model.cost(history, word)) for model in (first, second)])
+            history.append(word)
+    # the probability of each word that both models know
+    prob_2N = np.array(rows).reshape(-1, 2).T
+    weight = 0.5
+    for _ in range(_MAX_ITERATIONS if prob_2N.shape[1] else 0):
+        share_N = weight * prob_2N[0] / (weight * prob_2N[0] + (1.0 - weight) * prob_2N[1])
+        previous, weight = weight, float(share_N.mean())
+        if abs(weight - previous) < _CONVERGED:
+            break
+    return weight
+
+
+def interpolate(first: NgramModel, second: NgramModel, weight: float) -> NgramModel:
+    """Return one back-off model of `weight` times `first` plus the rest times `second`.
+
+    N-grams of either model get the interpolated probability. The back-off weight of a history gives
+    the remaining probability to all other words, in proportion to the shorter history. So
+    probabilities sum to 1, and only those of n-grams in neither model differ from the mixture.
+
+    Source: `ngram -mix-lm` of SRILM; Stolcke, "SRILM - an extensible language modeling toolkit"
+    (2002).
+    """
+    models, weights = (first, second), (weight, 1.0 - weight)
+    grams = sorted(first.entries.keys() | second.entries.keys(), key=lambda gram: (len(gram), gram))
+    entries: dict[tuple[str, ...], tuple[float, float]] = {}
+    followers: dict[tuple[str, ...], list[str]] = {}
+    for gram in grams:
+        if gram == (BEGIN,):
+            # it follows nothing
+            entries[gram] = (-_UNSEEN_COST, 0.0)
+            continue
+        history, word = gram[:-1], gram[-1]
+        mixed = sum(share * math.exp(-model.cost(history, word)) for model, share in zip(models, weights, strict=True))
+        entries[gram] = (math.log(mixed), 0.0)
+        followers.setdefault(history, []).append(word)
+    result = NgramModel(max(first.order, second.order), entries)
+    # the back-off weights of shorter histories are in the model
+    for context in sorted(followers, key=len):
+        if context in entries:
+            words = followers[context]
+            left = 1.0 - sum(math.exp(entries[*context, word][0]) for word in words)
+            lower = 1.0 - sum(math.exp(-result.cost(context[1:], word)) for word in words)
+            # 0 where the history has all words
+            backoff = math.log(max(left, _LEAST) / lower) if lower > _LEAST else 0.0
+            entries[context] = (entries[context][0], backoff)
+    return result

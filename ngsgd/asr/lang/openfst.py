@@ -48,20 +48,12 @@ class Fst:
 
 
 def parse(content: bytes, name: str) -> Fst:
-    """Parse the content of a file.
-
-    Args:
-        content: the complete file.
-        name: name of the file in messages.
-
-    Raises:
-        DataError: it is not an OpenFst file of these types, or it is damaged.
-    """
+    """Parse a file; raise DataError if it is damaged, or not an OpenFst file of these types."""
     try:
         return _parsed(Source(io.BytesIO(content), len(content)))
     except KaldiFormatError as error:
-        raise DataError(f"{name} is damaged or not an OpenFst file ({error}); copy it again, or convert it with: "
-                        "fstconvert --fst_type=const.") from error
+        raise DataError(f"{name} is damaged or not an OpenFst file ({error}); copy it again, or convert it "
+                        "with: fstconvert --fst_type=const.") from error
 
 
 def _parsed(source: Source) -> Fst:
@@ -76,10 +68,24 @@ def _parsed(source: Source) -> Fst:
                                "vector and const with standard arcs")
     for flag in _HAS_SYMBOLS:
         if flags & flag:
-            _skip_symbols(source)
+            if _integer(source, "<i4") != _SYMBOLS_MAGIC:
+                raise KaldiFormatError("a table of symbols is missing")
+            _string(source)
+            source.take(8)
+            for _ in range(_integer(source, "<i8")):
+                _string(source)
+                source.take(8)
+    if kind == "vector":
+        return _checked(_vector(source, start, num_states))
     is_aligned = bool(flags & _IS_ALIGNED) or version == _ALIGNED_VERSION
-    found = _const(source, start, num_states, num_arcs, is_aligned) if kind == "const" else _vector(source, start, num_states)
-    return _checked(found)
+    arrays = []
+    for dtype, length in ((_STATE, num_states), (_ARC, num_arcs)):
+        if is_aligned:
+            source.take(-source.position % _ALIGNMENT)
+        arrays.append(source.array(dtype, length))
+    states, arcs = arrays
+    return _checked(Fst(start, states["final"].copy(), states["first"].astype(np.int64),
+                        states["num_arcs"].astype(np.int64), arcs))
 
 
 def _integer(source: Source, dtype: str) -> int:
@@ -93,31 +99,8 @@ def _string(source: Source) -> str:
     return source.take(length).decode(errors="replace")
 
 
-def _skip_symbols(source: Source) -> None:
-    if _integer(source, "<i4") != _SYMBOLS_MAGIC:
-        raise KaldiFormatError("a table of symbols is missing")
-    _string(source)
-    source.take(8)
-    for _ in range(_integer(source, "<i8")):
-        _string(source)
-        source.take(8)
-
-
-def _const(source: Source, start: int, num_states: int, num_arcs: int, is_aligned: bool) -> Fst:
-    arrays = []
-    for dtype, length in ((_STATE, num_states), (_ARC, num_arcs)):
-        if is_aligned:
-            source.take(-source.position % _ALIGNMENT)
-        arrays.append(source.array(dtype, length))
-    states, arcs = arrays
-    return Fst(start, states["final"].copy(), states["first"].astype(np.int64), states["num_arcs"].astype(np.int64), arcs)
-
-
 def _vector(source: Source, start: int, num_states: int) -> Fst:
-    """Read each state with its arcs.
-
-    A file written to a pipe has -1 as number of states and ends after the last one.
-    """
+    """Read each state with its arcs; a file from a pipe has -1 states and ends after them."""
     finals: list[np.float32] = []
     arcs: list[npt.NDArray[Any]] = []
     while len(finals) != num_states and not (num_states == -1 and not source.left):

@@ -26,23 +26,12 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Replacements for the words of a model; empty: none.
-
-    Attributes:
-        lexicon: file of pronunciations.
-        words: file of the words that may be recognized, one on a line.
-        arpa: n-gram language model in ARPA format.
-        grammar: grammar in the subset of JSGF of `ngsgd.asr.lang.grammar`.
-    """
+    """Files that replace the words of a model: words are one on a line, `arpa` is an n-gram model."""
 
     lexicon: Path | None = None
     words: Path | None = None
     arpa: Path | None = None
     grammar: Path | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.lexicon or self.words or self.arpa or self.grammar)
 
 
 @dataclass(frozen=True)
@@ -57,38 +46,44 @@ class UnknownWords:
 
 def of_model(language: Language, vocabulary: Vocabulary,
              report: Callable[[str], None] = warn) -> Language:
-    """Return the language for decoding.
+    """Return the language of a model for decoding with these replacements.
 
-    Args:
-        language: of the model.
-        vocabulary: the replacements.
-        report: receives lines about probabilities that are not used, and about words that the
-            language model lacks. Default: a warning.
+    `report` receives lines about probabilities that are not used, and about words that the language
+    model lacks. Default: a warning.
 
     Raises:
         ConfigError: a grammar and a language model.
         DataError: the model lacks a phone, a word lacks a pronunciation, states are tied, or the
             language model has none of the words.
     """
-    if vocabulary.is_empty:
+    if vocabulary == Vocabulary():
         return language
     if vocabulary.grammar and vocabulary.arpa:
         raise ConfigError("a grammar replaces the language model; use either a grammar or language models.")
     topology = language.topology
     if not language.tree and language.num_pdfs != topology.num_pdfs:
-        raise DataError(
-            f"the model has {language.num_pdfs} tied HMM states, but a graph of other words "
-            f"requires the {topology.num_pdfs} untied states of phones; train without data.graph "
-            "to change words at decoding time."
-        )
+        raise DataError(f"the model has {language.num_pdfs} tied HMM states, but a graph of other words "
+                        f"requires the {topology.num_pdfs} untied states of phones; train without "
+                        "data.graph to change words at decoding time.")
     if vocabulary.lexicon:
         read = lexicon.read(vocabulary.lexicon, topology.num_silence_states, report)
-        _require_phones(read.phones, topology.phones, vocabulary.lexicon)
+        known = (*topology.phones, SILENCE_PHONE)
+        if missing := [phone for phone in read.phones if phone not in known]:
+            raise DataError(f"the lexicon {vocabulary.lexicon} uses phones that the model does not have: "
+                            f"{lexicon.listed(missing)}; use only {' '.join(topology.phones)}.")
         topology = replace(topology, lexicon=read.lexicon)
     # a list of words keeps the grammar of the model; a new language model replaces it
     own = None if vocabulary.arpa else language.grammar
     rules = grammar.read(vocabulary.grammar) if vocabulary.grammar else own
-    wanted = _word_list(vocabulary.words) if vocabulary.words else rules.words() if rules else ()
+    wanted = rules.words() if rules else ()
+    if vocabulary.words:
+        listed = list(lines.read(vocabulary.words))
+        for where, line in listed:
+            if len(line.split()) != 1:
+                raise DataError(f"{where}: {line[:40]!r} is not one word; write one word per line.")
+        if not listed:
+            raise DataError(f"{vocabulary.words} contains no words; write one per line.")
+        wanted = tuple(dict.fromkeys(line for _, line in listed))
     if wanted:
         source = vocabulary.words or vocabulary.grammar or "the grammar of the model"
         _require_pronunciations(wanted, topology.lexicon, f"{source}")
@@ -121,29 +116,8 @@ def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> Unknown
     return UnknownWords(counts.total(), unknown.total(), tuple(order[:_NUM_SHOWN]))
 
 
-def _word_list(path: Path) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for where, line in lines.read(path):
-        if len(line.split()) != 1:
-            raise DataError(f"{where}: {line[:40]!r} is not one word; write one word per line.")
-        found[line] = None
-    if not found:
-        raise DataError(f"{path} contains no words; write one per line.")
-    return tuple(found)
-
-
-def _require_phones(phones: Sequence[str], known: Sequence[str], path: Path) -> None:
-    if missing := [phone for phone in phones if phone not in known and phone != SILENCE_PHONE]:
-        raise DataError(
-            f"the lexicon {path} uses phones that the model does not have: {lexicon.listed(missing)}; use "
-            f"only {' '.join(known)}."
-        )
-
-
 def _require_pronunciations(words: Sequence[str], known: Collection[str], source: str) -> None:
     if missing := sorted(set(words) - set(known)):
-        raise DataError(
-            f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
-            f"{lexicon.alike(missing[0], known)}; add them to a lexicon "
-            f"({option('lexicon', 'FILE')})."
-        )
+        raise DataError(f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
+                        f"{lexicon.alike(missing[0], known)}; add them to a lexicon "
+                        f"({option('lexicon', 'FILE')}).")

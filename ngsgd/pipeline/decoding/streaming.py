@@ -14,7 +14,8 @@ from torch import nn
 
 from ngsgd import interface
 from ngsgd.asr.decode import decoding, evaluation, scoring
-from ngsgd.asr.decode.streaming import Score, Search, StreamingDecoder
+from ngsgd.asr.decode.decoding import Search
+from ngsgd.asr.decode.streaming import Score, StreamingDecoder
 from ngsgd.asr.features.cmvn import GLOBAL, CmnState, OnlineMean, mean_and_deviation
 from ngsgd.asr.ivectors.model import read
 from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
@@ -79,7 +80,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
     graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode),
                                      setting["word_penalty"])
     search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
-    whole = [decoding.best_path(graph, loglik_TP, **asdict(search)).words
+    whole = [decoding.best_path(graph, loglik_TP, search).words
              for loglik_TP in log_likelihoods(corpus.test.frames, config.egs, model, prior_P)]
     words, seconds = [], []
     for front in _fronts(config, folder, corpus.test):

@@ -10,7 +10,7 @@ import pytest
 
 from ngsgd.asr.corpora import corpus
 from ngsgd.asr.corpora.corpus import Corpus, prepare
-from ngsgd.asr.corpora.fsdd import synthetic
+from ngsgd.asr.corpora.fsdd import recordings
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue
 from ngsgd.asr.utterance import UNALIGNED
 from ngsgd.config import AlignConfig, AugmentConfig, DataConfig, FeatureConfig, RunConfig, build, check
@@ -47,7 +47,7 @@ def fsdd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     """A tiny fsdd corpus from made-up recordings, and an added folder."""
     fake = FakeFsdd(tmp_path)
     # the synthesizer's pronunciations have phones that the stand-in lacks
-    monkeypatch.setattr(synthetic, "with_pronunciations", lambda topology: topology)
+    monkeypatch.setattr(recordings, "with_pronunciations", lambda topology: topology)
     monkeypatch.setattr(corpus, "load_catalogue", lambda: load_catalogue(fake.shipped))
     return DataConfig(corpus="fsdd", source=str(fake.source), train_minutes=0.3, valid_minutes=0.1,
                       test_minutes=0.1, added_dirs=(str(write_added(tmp_path / "own")),))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ngsgd.asr.corpora import an4
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.corpora.corpus import check_source, check_use, prepare
-from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.utterance import FramedUtterance, unaligned
 from ngsgd.config import DataConfig, DecodeConfig, FeatureConfig

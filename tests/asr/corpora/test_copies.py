@@ -12,9 +12,9 @@ import pytest
 
 from ngsgd.asr.align.gaussians import Axes
 from ngsgd.asr.corpora import copies, kaldi_dirs
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.corpora.corpus import prepare
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
-from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError

@@ -7,7 +7,6 @@ import pytest
 
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
 from ngsgd.asr.corpora.digits.synthesis import Phoneme, Sentence, SynthesizedUtterance
-from ngsgd.asr.corpora.digits.voices import VARIANTS
 from ngsgd.asr.features import filterbank
 from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.utterance import Utterance
@@ -45,7 +44,7 @@ def test_minutes_are_as_requested_within_a_tenth() -> None:
 
 
 def test_no_voice_is_in_two_sets() -> None:
-    names = [[name.rstrip("0123456789") if len(name.rstrip("0123456789")) > 1 else name for name in VARIANTS[part]]
+    names = [[name.rstrip("0123456789") if len(name.rstrip("0123456789")) > 1 else name for name in utterances.VARIANTS[part]]
              for part in utterances.SETS]
     for i, left in enumerate(names):
         for right in names[i + 1:]:
@@ -55,12 +54,12 @@ def test_no_voice_is_in_two_sets() -> None:
 def test_plans_of_the_three_sets_differ_and_use_their_own_voices() -> None:
     for part in utterances.SETS:
         voices = {planned.sentence.voice.split("+")[1] for planned in utterances.plan(part, DataConfig(), minutes=5)}
-        assert voices <= set(VARIANTS[part])
+        assert voices <= set(utterances.VARIANTS[part])
     assert len({next(utterances.plan(part, DataConfig(), minutes=1)).noise_seed for part in utterances.SETS}) == 3
 
 
 def test_every_voice_speaks_and_is_labelled() -> None:
-    voices = [f"gmw/en-029+{variant}" for part in utterances.SETS for variant in VARIANTS[part]]
+    voices = [f"gmw/en-029+{variant}" for part in utterances.SETS for variant in utterances.VARIANTS[part]]
     words = ("two", "zero", "one", "four", "eight", "five", "three", "six", "seven", "nine")
     spoken = synthesis.speak([replace(SENTENCE, voice=voice, text=" ".join(words)) for voice in voices], seed=0)
     for voice, speech in zip(voices, spoken, strict=True):

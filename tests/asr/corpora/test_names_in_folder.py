@@ -54,7 +54,7 @@ def of_feats_scp(folder: Path) -> float:
 
 def of_cmvn_scp(folder: Path) -> float:
     (folder / "cmvn.scp").write_text(f"u {NAME}.ark:2\n")
-    return float(tables.read_matrix(tables.read_table(folder / "cmvn.scp")["u"], folder)[0, 0])
+    return float(tables.read_matrix(tables.Table(folder / "cmvn.scp")["u"], folder)[0, 0])
 
 
 def of_lhotse(folder: Path) -> float:

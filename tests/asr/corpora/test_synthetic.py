@@ -9,8 +9,8 @@ from itertools import groupby
 import numpy as np
 
 from ngsgd.asr.corpora.digits import labels, utterances
+from ngsgd.asr.corpora.fsdd.recordings import PHONES, relabeled, with_pronunciations
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue
-from ngsgd.asr.corpora.fsdd.synthetic import PHONES, relabeled, with_pronunciations
 from ngsgd.asr.features import augment
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.utterance import Utterance

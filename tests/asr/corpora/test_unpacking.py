@@ -79,12 +79,8 @@ def cut_tar(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-60])
 
 
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 @pytest.mark.parametrize("make", [zip_bomb, zip_bomb_with_a_false_size, many_members, tar_bomb, tar_bomb_of_another_name,
-                                  tar_with_a_long_header, cut_tar, make_fifo])
+                                  tar_with_a_long_header, cut_tar, os.mkfifo])
 def test_bombs_and_damage_are_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "recordings")
     with pytest.raises(DataError, match="recordings"):

@@ -30,7 +30,7 @@ def digit_loop(topology: Topology, word_penalty: float) -> Graph:
 
 
 def words_of(graph: Graph, loglik_TP: np.ndarray, beam: float = 30.0) -> tuple[str, ...]:
-    return decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=beam, max_active=100000).words
+    return decoding.best_path(graph, loglik_TP, decoding.Search(1.0, beam, 100000)).words
 
 
 def test_clear_speech_is_decoded_to_its_words() -> None:
@@ -56,7 +56,7 @@ def test_wide_beam_finds_the_path_of_exhaustive_search(seed: int) -> None:
     num_frames = int(rng.integers(1, 40))
     loglik_TP = rng.normal(scale=3.0, size=(num_frames, topology.num_pdfs)).astype(np.float32)
     expected = viterbi.best_path(topology, loglik_TP, acoustic_scale=0.5, word_penalty=1.5)
-    path = decoding.best_path(digit_loop(topology, 1.5), loglik_TP, acoustic_scale=0.5, beam=1000.0, max_active=100000)
+    path = decoding.best_path(digit_loop(topology, 1.5), loglik_TP, decoding.Search(0.5, 1000.0, 100000))
     assert path.words == expected.words
     # the decoder adds up in float32, and the graph's costs are rounded to 1e-5 a word
     assert path.cost == pytest.approx(expected.cost, rel=1e-5, abs=1e-3)

@@ -7,7 +7,8 @@ import pytest
 
 from ngsgd.asr.corpora.digits.labels import TOPOLOGY
 from ngsgd.asr.decode import decoding
-from ngsgd.asr.decode.streaming import Search, StreamingDecoder
+from ngsgd.asr.decode.decoding import Search
+from ngsgd.asr.decode.streaming import StreamingDecoder
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.data.archives import spliced_utterances
@@ -35,7 +36,7 @@ def test_words_states_and_cost_are_those_of_offline_decoding(chunk_frames: int, 
     features_TD = RANDOM.normal(size=(num_frames, DIM)).astype(np.float32)
     frames = FrameSet(features_TD, np.zeros(num_frames, np.int32), np.array([0, num_frames]), ("utt",))
     [x_TI] = spliced_utterances(frames, LEFT, RIGHT)
-    whole = decoding.best_path(GRAPH, score(x_TI), acoustic_scale=0.5, beam=16.0, max_active=7000)
+    whole = decoding.best_path(GRAPH, score(x_TI), SEARCH)
     streaming = decoder(chunk_frames)
     begin = 0
     while begin < num_frames:
@@ -74,7 +75,7 @@ def test_side_inputs_are_awaited_and_scored_with_their_frames(right: int) -> Non
     side = Side(row_TS, np.arange(60, dtype=np.int32))
     frames = FrameSet(features_TD, np.zeros(60, np.int32), np.array([0, 60]), ("utt",), side=side)
     [x_TI] = spliced_utterances(frames, LEFT, right)
-    whole = decoding.best_path(GRAPH, scored(x_TI), acoustic_scale=0.5, beam=16.0, max_active=7000)
+    whole = decoding.best_path(GRAPH, scored(x_TI), SEARCH)
     beside = Rows(row_TS)
     streaming = StreamingDecoder(GRAPH, scored, SEARCH, left_context=LEFT, right_context=right, chunk_frames=7, side=beside)
     assert streaming.max_delay_frames == max(right, 3) + 6

@@ -5,7 +5,7 @@ import pytest
 
 from ngsgd.asr.corpora.digits.labels import TOPOLOGY
 from ngsgd.asr.decode import decoding, words
-from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.decode.decoding import Search
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
@@ -121,9 +121,7 @@ def test_the_best_path_is_that_of_best_path() -> None:
             .normal(scale=3.0, size=(60, TOPOLOGY.num_pdfs))
             .astype(np.float32)
         )
-        best = decoding.best_path(
-            graph, loglik_TP, acoustic_scale=0.3, beam=100.0, max_active=100000
-        )
+        best = decoding.best_path(graph, loglik_TP, Search(0.3, 100.0, 100000))
         found = words.recognized(
             graph, loglik_TP, Search(0.3, 100.0, 100000), lattice_beam=2.0, frame_shift_s=0.01
         )[0]

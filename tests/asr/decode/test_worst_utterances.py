@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
+from ngsgd.asr.decode.evaluation import scores_as_text, utterance_scores
 from tests.toy import NUM_CLASSES, frame_set
 
 
@@ -27,7 +27,7 @@ def test_scores_are_those_of_the_posteriors_and_the_worst_comes_first() -> None:
         assert score.num_frames == len(rows)
         assert score.objf == pytest.approx(np.mean([np.log(posterior_TP[t, frames.pdf_T[t]]) for t in rows]), rel=1e-5)
         assert score.accuracy == np.mean([posterior_TP[t].argmax() == frames.pdf_T[t] for t in rows])
-    assert as_text(found).splitlines()[1].split()[0] == found[0].utt_id
+    assert scores_as_text(found).splitlines()[1].split()[0] == found[0].utt_id
 
 
 def test_an_unknown_utterance_is_skipped() -> None:

@@ -38,7 +38,7 @@ def test_statistics_are_sums_and_give_mean_and_deviation() -> None:
 
 
 def test_normalization_is_undone() -> None:
-    units = cmvn.units(UTTERANCES, ["a", "b", "a"])
+    units = cmvn.units(map(cmvn.statistics, UTTERANCES), ["a", "b", "a"])
     np.testing.assert_allclose(units.stats["a"], cmvn.statistics(np.concatenate([UTTERANCES[0], UTTERANCES[2]])))
     normal_TD = cmvn.normalized(UTTERANCES[0], units.stats["a"])
     # float32

@@ -45,22 +45,6 @@ def test_written_files_are_readable_by_the_other_library(tmp_path: Path) -> None
         assert same({key: np.array(vector) for key, vector in reader}, ALIGNMENT)
 
 
-@pytest.mark.parametrize("form", ["ark", "ark,t"])
-def test_files_of_kaldi_native_io_are_read(tmp_path: Path, form: str) -> None:
-    with kaldi_native_io.FloatMatrixWriter(f"{form}:{tmp_path / 'feats.ark'}") as writer:
-        for key, matrix in FEATURES.items():
-            writer.write(key, matrix)
-    with kaldi_native_io.Int32VectorWriter(f"{form}:{tmp_path / 'ali.ark'}") as writer:
-        for key, vector in ALIGNMENT.items():
-            writer.write(key, vector.tolist())
-    found = read_ark(tmp_path / "feats.ark")
-    assert list(found) == list(FEATURES)
-    for key, matrix in FEATURES.items():
-        # text has six digits
-        np.testing.assert_allclose(found[key], matrix, rtol=1e-5 if form == "ark,t" else 0.0)
-    assert same(read_int_vectors(tmp_path / "ali.ark"), ALIGNMENT)
-
-
 def test_files_of_kaldiio_are_read(tmp_path: Path) -> None:
     kaldiio.save_ark(str(tmp_path / "feats.ark"), FEATURES, scp=str(tmp_path / "feats.scp"))
     kaldiio.save_ark(str(tmp_path / "ali.ark"), ALIGNMENT)

@@ -147,7 +147,7 @@ def test_a_run_with_a_tied_graph_labels_in_the_numbers_of_the_graph(tmp_path: Pa
         # the labels are a path of the graph with the words of the transcript: nothing else is
         # finite
         only_TP = np.where(np.arange(5) == pdf_T[:, None], 0.0, -1e6).astype(np.float32)
-        path = decoding.best_path(graphs.within(graph, words), only_TP, acoustic_scale=1.0, beam=1e5, max_active=100000)
+        path = decoding.best_path(graphs.within(graph, words), only_TP, decoding.Search(1.0, 1e5, 100000))
         assert path.is_complete and path.words == tuple(words) and path.pdf_T.tolist() == pdf_T.tolist()
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ngsgd.asr.corpora.digits.synthesis import Phoneme, SynthesizedUtterance
+from ngsgd.asr.corpora.digits.synthesis import SynthesizedUtterance
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Pronunciation, Topology
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, frame_centers
 from ngsgd.errors import DataError
 
+_PHONES = "z i@ r oU w V 0 n t u: T t[ i: f o@ O@ aI v s I k E @ eI"
 TOPOLOGY = Topology(
-    phones=("z", "i@", "r", "oU", "w", "V", "0", "n", "t", "u:", "T", "t[", "i:", "f", "o@", "O@",
-            "aI", "v", "s", "I", "k", "E", "@", "eI"),
+    phones=tuple(_PHONES.split()),
     lexicon={
         "zero": (("z", "i@", "r", "oU"),),
         "one": (("w", "V", "n"), ("w", "0", "n")),
@@ -43,7 +43,15 @@ def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int,
     `lead` samples at its start are silent.
     """
     phonemes = [phoneme for phoneme in spoken.phonemes if phoneme.name != GLIDE]
-    _check_pronunciations(phonemes, words)
+    said: list[Pronunciation] = [()] * len(words)
+    for phoneme in phonemes:
+        if not phoneme.name.startswith(PAUSE):
+            said[phoneme.word] = (*said[phoneme.word], phone(phoneme.name))
+    for word, phones in zip(words, said, strict=True):
+        if phones not in TOPOLOGY.lexicon[word]:
+            raise DataError(f"The synthesizer pronounced the word {word} as "
+                            f"{' '.join(phones) or 'nothing'}, which the digits lexicon does not "
+                            "contain; install the supported version: pip install 'ngsgd[synth]'")
     starts, pdfs = [0.0], [SILENCE_PDF]
     ends = [phoneme.start for phoneme in phonemes[1:]] + [len(spoken.samples)]
     for phoneme, end in zip(phonemes, ends, strict=True):
@@ -64,15 +72,3 @@ def phone(name: str) -> str:
     """Phone of the topology for the name of an espeak-ng phoneme."""
     plain = name.strip(STRESS_MARKS)
     return SAME_PHONE.get(plain, plain)
-
-
-def _check_pronunciations(phonemes: Sequence[Phoneme], words: Sequence[str]) -> None:
-    said: list[Pronunciation] = [()] * len(words)
-    for phoneme in phonemes:
-        if not phoneme.name.startswith(PAUSE):
-            said[phoneme.word] = (*said[phoneme.word], phone(phoneme.name))
-    for word, phones in zip(words, said, strict=True):
-        if phones not in TOPOLOGY.lexicon[word]:
-            raise DataError(f"The synthesizer pronounced the word {word} as "
-                            f"{' '.join(phones) or 'nothing'}, which the digits lexicon does not "
-                            "contain; install the supported version: pip install 'ngsgd[synth]'")

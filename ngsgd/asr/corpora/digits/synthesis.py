@@ -60,10 +60,6 @@ def require() -> None:
     extras.load("soxr", extra="asr", purpose="The embedded corpus, data.corpus=digits,")
 
 
-def version() -> str:
-    return metadata.version("espeakng-loader")
-
-
 def speak(sentences: Sequence[Sentence], *, seed: int) -> list[SynthesizedUtterance]:
     """Synthesize the sentences in a new process; bitwise reproducible."""
     plan = {"seed": seed, "utterances": [asdict(sentence) for sentence in sentences]}
@@ -79,27 +75,19 @@ def speak(sentences: Sequence[Sentence], *, seed: int) -> list[SynthesizedUttera
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit status {done.returncode}"
         raise DataError(f"The speech synthesizer failed ({reason}); reinstall it with: pip install "
-                        f"--force-reinstall espeakng-loader=={version()}")
-    return _parse(done.stdout)
-
-
-def _parse(answer: bytes) -> list[SynthesizedUtterance]:
-    first_line, _, pcm = answer.partition(b"\n")
+                        f"--force-reinstall espeakng-loader=={metadata.version('espeakng-loader')}")
+    first_line, _, pcm = done.stdout.partition(b"\n")
     header = json.loads(first_line)
     samples = np.frombuffer(pcm, dtype="<i2")
     ends = np.cumsum([utterance["num_samples"] for utterance in header["utterances"]])
     assert ends[-1] == len(samples)
-    pieces = np.split(samples, ends[:-1])
-    return [SynthesizedUtterance(samples=piece, sample_rate=header["sample_rate"], phonemes=_phonemes(utterance["events"]))
-            for piece, utterance in zip(pieces, header["utterances"], strict=True)]
-
-
-def _phonemes(events: list[tuple[str, int, str]]) -> tuple[Phoneme, ...]:
-    word = -1
-    phonemes = []
-    for kind, start, name in events:
-        if kind == "word":
-            word += 1
-        else:
-            phonemes.append(Phoneme(name=name, word=word, start=start))
-    return tuple(phonemes)
+    found = []
+    for piece, utterance in zip(np.split(samples, ends[:-1]), header["utterances"], strict=True):
+        word, phonemes = -1, []
+        for kind, start, name in utterance["events"]:
+            if kind == "word":
+                word += 1
+            else:
+                phonemes.append(Phoneme(name, word, start))
+        found.append(SynthesizedUtterance(piece, header["sample_rate"], tuple(phonemes)))
+    return found

@@ -15,7 +15,6 @@ import numpy as np
 from ngsgd.asr import extras
 from ngsgd.asr.corpora.digits import labels, synthesis
 from ngsgd.asr.corpora.digits.synthesis import Sentence, SynthesizedUtterance
-from ngsgd.asr.corpora.digits.voices import ACCENTS, VARIANTS
 from ngsgd.asr.features import noise
 from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Utterance, spread_to_samples
@@ -32,6 +31,23 @@ RELATIVE_LENGTH = 0.97
 
 SETS = ("train", "valid", "test")
 
+# A voice is an accent with a variant of espeak-ng, which changes the timbre. The sets share accents
+# but no variant, and variants of one name (steph, steph2) stay in one set. Whispering, robotic and
+# joke variants are excluded. Variants with the first or second formant outside 80-140 % of the
+# default, a larger difference than between human speakers, are in the training set only.
+_ACCENTS = ("gmw/en-US gmw/en gmw/en-GB-scotland gmw/en-GB-x-rp gmw/en-GB-x-gbclan gmw/en-GB-x-gbcwmd "
+            "gmw/en-029 gmw/en-US-nyc")
+_VARIANTS = {
+    "train": ("Alex Alicia Andrea Andy Denis Gene Gene2 Henrique Jacky Lee Marco Mario Mike mike2 Nguyen Reed",
+              "RicishayMax RicishayMax2 Storm antonio benjamin caleb david ed edward edward2 f1 f2 f3 grandma",
+              "gustave iven iven2 iven3 iven4 john kaukovalta klatt klatt2 klatt3 m1 m3 m6 m7 marcelo max",
+              "michel norbert paul pedro robert sandro shelby steph steph2 steph3 travis victor zac"),
+    "valid": ("Hugo aunty boris f5 m5 m8 miguel quincy",),
+    "test": ("Annie Diogo Michael adam announcer belinda f4 grandpa ian linda m2 m4 pablo rob",),
+}
+ACCENTS = tuple(_ACCENTS.split())
+VARIANTS = {name: tuple(" ".join(listed).split()) for name, listed in _VARIANTS.items()}
+
 
 @dataclass(frozen=True)
 class PlannedUtterance:
@@ -47,11 +63,6 @@ class PlannedUtterance:
     noise_seed: int
     snr_db: float
 
-    @property
-    def expected_s(self) -> float:
-        per_word_s = RELATIVE_LENGTH * 60 / self.sentence.rate + self.sentence.word_gap / 100
-        return len(self.words) * per_word_s + (self.lead_ms + self.tail_ms) / 1000
-
 
 def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: int,
                is_clean: Callable[[str], bool] = lambda _utt_id: False) -> Iterator[Utterance]:
@@ -62,7 +73,8 @@ def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: 
     planned = [replace(one, snr_db=np.inf) if is_clean(one.utt_id) else one
                for one in plan(set_name, data, minutes=minutes)]
     shards = [planned[i:i + SENTENCES_PER_SHARD] for i in range(0, len(planned), SENTENCES_PER_SHARD)]
-    seeds = _rng(data, set_name, "synthesiser").integers(2**31, size=len(shards)).tolist()
+    rng = np.random.default_rng([0, SETS.index(set_name), 1])
+    seeds = rng.integers(2**31, size=len(shards)).tolist()
     pool = ThreadPoolExecutor(num_at_once)
     try:
         for made in pool.map(make_shard, shards, seeds):
@@ -73,15 +85,16 @@ def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: 
 
 
 def plan(set_name: str, data: DataConfig, *, minutes: float) -> Iterator[PlannedUtterance]:
-    """Yield utterances until their expected length is `minutes`; plans are prefixes of longer
-    ones.
-    """
-    rng = _rng(data, set_name, "plan")
+    """Yield utterances up to an expected length; the plan is a prefix of longer ones."""
+    rng = np.random.default_rng([0, SETS.index(set_name), 0])
     index, planned_s = 0, 0.0
     while planned_s < 60 * minutes:
-        utterance = _plan_one(rng, f"{set_name}-{index:06d}", VARIANTS[set_name], data)
-        yield utterance
-        index, planned_s = index + 1, planned_s + utterance.expected_s
+        one = _plan_one(rng, f"{set_name}-{index:06d}", VARIANTS[set_name], data)
+        yield one
+        index += 1
+        per_word_s = RELATIVE_LENGTH * 60 / one.sentence.rate + one.sentence.word_gap / 100
+        expected_s = len(one.words) * per_word_s + (one.lead_ms + one.tail_ms) / 1000
+        planned_s += expected_s
 
 
 def make_shard(shard: Sequence[PlannedUtterance], seed: int) -> list[Utterance]:
@@ -115,10 +128,6 @@ def _make_utterance(planned: PlannedUtterance, spoken: SynthesizedUtterance) -> 
     background = noise.COLOURS[planned.noise_colour](len(padded), np.random.default_rng(planned.noise_seed))
     samples = noise.mix(padded, background, snr_db=planned.snr_db, is_speech=is_speech)
     return Utterance(utt_id=planned.utt_id, speaker=planned.speaker, words=planned.words, samples=samples, pdf_T=pdf_T)
-
-
-def _rng(data: DataConfig, set_name: str, purpose: str) -> np.random.Generator:
-    return np.random.default_rng([0, SETS.index(set_name), ("plan", "synthesiser").index(purpose)])
 
 
 def _draw(rng: np.random.Generator, bounds: tuple[int, int]) -> int:

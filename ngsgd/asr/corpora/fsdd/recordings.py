@@ -1,21 +1,21 @@
 """Strings of connected digits spliced from the Free Spoken Digit Dataset, with noise.
 
 A string is 3 to 7 recordings of one speaker with pauses between them. Its labels are those of the
-alignment of the recordings; pauses are silence.
+alignment of the recordings; pauses are silence. Synthetic digits may be mixed with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from ngsgd.asr.corpora.digits import labels
 from ngsgd.asr.corpora.fsdd.segments import Segment
 from ngsgd.asr.features import noise
 from ngsgd.asr.features.noise import FisherSample
-from ngsgd.asr.lang.topology import SILENCE_PDF
+from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.utterance import (
     FRAME_SHIFT,
     SAMPLE_RATE_HZ,
@@ -35,6 +35,13 @@ LEVEL_DB = 3.0
 BABBLE_VOICES = 5
 NOISES = (*noise.COLOURS, "babble")
 SETS = ("train", "valid", "test")
+# phones of the synthesizer -> phones of FSDD; accents differ in the vowels of one and four and in
+# the first sound of three
+_PHONES = """
+z=Z i@=IH r=R oU=OW w=W V=AH 0=AH n=N t=T u:=UW T=TH t[=TH i:=IY f=F o@=AO O@=AO aI=AY v=V s=S
+I=IH k=K E=EH @=AH eI=EY
+"""
+PHONES = dict(pair.split("=") for pair in _PHONES.split())
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float,
                is_clean: Callable[[str], bool] = lambda _utt_id: False) -> Iterator[Utterance]:
     """Yield strings up to a total of `minutes`; those with `is_clean` have no noise."""
     rng = np.random.default_rng([0, SETS.index(set_name)])
-    decks = {speaker: draw_recordings(pool, speaker, rng) for speaker in sorted({segment.speaker for segment in pool.segments})}
+    speakers = sorted({segment.speaker for segment in pool.segments})
+    decks = {speaker: draw_recordings(pool, speaker, rng) for speaker in speakers}
     index, made_s = 0, 0.0
     while made_s < 60 * minutes:
         speaker = str(rng.choice(list(decks)))
@@ -84,7 +92,11 @@ def splice_string(utt_id: str, segments: Sequence[Segment], pool: Pool, data: Da
     for start, segment in zip(starts, segments, strict=True):
         gain = 10 ** (rng.uniform(-LEVEL_DB, LEVEL_DB) / 20)
         speech[start:start + segment.num_samples] = gain * pool.samples[segment.utt_id]
-        _place_labels(pdf_T, pool.pdf_T[segment.utt_id], start, num_samples)
+        # frames are off by at most 5 ms
+        own_T = pool.pdf_T[segment.utt_id]
+        own_frame_T = (frame_centers(num_samples) - start) // FRAME_SHIFT
+        inside_T = (own_frame_T >= 0) & (own_frame_T < len(own_T))
+        pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
     background = background_noise(str(rng.choice(NOISES)), num_samples, pool, segments[0].speaker, rng)
     snr_db = float(rng.uniform(data.snr_db_low, data.snr_db_high))
     samples = noise.mix(speech, background, snr_db=np.inf if is_clean else snr_db,
@@ -103,32 +115,45 @@ def lay_out_segments(segments: Sequence[Segment], rng: np.random.Generator) -> t
     return starts, position + _draw_samples(rng, EDGE_SILENCE_MS)
 
 
-def _place_labels(pdf_T: PdfIds, own_T: PdfIds, start: int, num_samples: int) -> None:
-    """Write the labels of a recording at its position; frames are off by at most 5 ms."""
-    own_frame_T = (frame_centers(num_samples) - start) // FRAME_SHIFT
-    inside_T = (own_frame_T >= 0) & (own_frame_T < len(own_T))
-    pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
-
-
 def background_noise(colour: str, num_samples: int, pool: Pool, speaker: str,
-                rng: np.random.Generator) -> FisherSample:
+                     rng: np.random.Generator) -> FisherSample:
     if colour != "babble":
         return noise.COLOURS[colour](num_samples, rng)
     others = [segment for segment in pool.babble if segment.speaker != speaker]
-    return sum((_running_speech(num_samples, others, pool.samples, rng) for _ in range(BABBLE_VOICES)), np.zeros(num_samples))
-
-
-def _running_speech(num_samples: int, segments: Sequence[Segment], recorded: Mapping[str, Samples],
-                    rng: np.random.Generator) -> FisherSample:
-    """Return one voice of the babble: concatenated recordings of equal loudness."""
-    pieces: list[npt.NDArray[np.float64]] = []
-    length = 0
-    while length < num_samples:
-        samples = recorded[segments[int(rng.integers(len(segments)))].utt_id].astype(np.float64)
-        pieces.append(samples / np.sqrt(np.mean(samples ** 2)))
-        length += len(samples)
-    return np.concatenate(pieces)[:num_samples]
+    total = np.zeros(num_samples)
+    for _ in range(BABBLE_VOICES):
+        # concatenated recordings of equal loudness
+        pieces: list[FisherSample] = []
+        while sum(map(len, pieces)) < num_samples:
+            utt_id = others[int(rng.integers(len(others)))].utt_id
+            samples = pool.samples[utt_id].astype(np.float64)
+            pieces.append(samples / np.sqrt(np.mean(samples ** 2)))
+        total = np.concatenate(pieces)[:num_samples] + total
+    return total
 
 
 def _draw_samples(rng: np.random.Generator, bounds_ms: tuple[int, int]) -> int:
     return int(rng.integers(*bounds_ms, endpoint=True)) * SAMPLE_RATE_HZ // 1000
+
+
+# Synthetic digits ---------------------------------------------------------------------------------
+
+
+def with_pronunciations(topology: Topology) -> Topology:
+    """Return the topology of FSDD with those pronunciations that it lacks: four without r."""
+    lexicon = dict(topology.lexicon)
+    for word, pronunciations in lexicon.items():
+        spoken = (tuple(PHONES[phone] for phone in one) for one in labels.TOPOLOGY.lexicon[word])
+        lexicon[word] = tuple(dict.fromkeys((*pronunciations, *spoken)))
+    return replace(topology, lexicon=lexicon)
+
+
+def relabeled(utterances: Iterable[Utterance], topology: Topology) -> Iterator[Utterance]:
+    """Yield synthetic digits with the HMM states of `topology`."""
+    synthetic = labels.TOPOLOGY
+    pdf_of = np.zeros(synthetic.num_pdfs, dtype=np.int32)
+    pdf_of[list(synthetic.silence_pdfs)] = topology.silence_pdfs
+    for phone, name in PHONES.items():
+        pdf_of[list(synthetic.pdfs_of_phone(phone))] = topology.pdfs_of_phone(name)
+    for utterance in utterances:
+        yield replace(utterance, pdf_T=pdf_of[utterance.pdf_T])

@@ -71,23 +71,26 @@ def load_catalogue(folder: Traversable | None = None) -> Catalogue:
     """Load the catalog in `folder`; without one, the catalog of the 3000 public recordings."""
     folder = folder or resources.files("ngsgd.asr").joinpath(SHIPPED)
     with folder.joinpath("segments.csv").open(encoding="utf-8") as file:
-        segments = tuple(
-            Segment(utt_id=row["utt_id"], file=row["file"], word=row["word"],
-                    speaker=row["speaker"],
-                    index=int(row["index"]), num_samples=int(row["num_samples"]),
-                    sha256_pcm=row["sha256_pcm"])
-            for row in csv.DictReader(file))
+        segments = tuple(Segment(row["utt_id"], row["file"], row["word"], row["speaker"],
+                                 int(row["index"]), int(row["num_samples"]), row["sha256_pcm"])
+                         for row in csv.DictReader(file))
     description = json.loads(folder.joinpath("ali.json").read_text(encoding="utf-8"))
     lexicon = {word: tuple(tuple(phones) for phones in all_)
                for word, all_ in description["lexicon"].items()}
-    pdf_T = _load_alignment(folder.joinpath("ali.npz"))
+    with folder.joinpath("ali.npz").open("rb") as packed, np.load(packed) as arrays:
+        # the silence of the GMM has three states in a row; spliced strings cut silence anywhere, so
+        # it has one state here
+        state_N = arrays["pdf"].astype(np.int32)
+        pdf_N = np.where(state_N < STATES_PER_PHONE, SILENCE_PDF,
+                         state_N - STATES_PER_PHONE + 1).astype(np.int32)
+        pieces = np.split(pdf_N, arrays["offsets"][1:-1])
+        pdf_T = dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
     _check_alignment(segments, pdf_T)
     return Catalogue(segments=segments, pdf_T=pdf_T,
                      topology=Topology(tuple(description["phones"][1:]), lexicon))
 
 
-def split(segments: Sequence[Segment], kind: str,
-          held_out: str = "") -> dict[str, tuple[Segment, ...]]:
+def split(segments: Sequence[Segment], kind: str, held_out: str = "") -> dict[str, tuple[Segment, ...]]:
     """Return the recordings of train, valid and test.
 
     Args:
@@ -108,41 +111,17 @@ def split(segments: Sequence[Segment], kind: str,
     test_speakers = (held_out,) if kind == "loo" else TEST_SPEAKERS
     sets: dict[str, list[Segment]] = {"train": [], "valid": [], "test": []}
     for segment in segments:
-        sets[_set_by_index(segment) if kind == "official"
-             else _set_by_speaker(segment, test_speakers)].append(segment)
+        by_index = ("test", "valid") if kind == "official" else ("valid",)
+        block = segment.index // NUM_HELD_OUT
+        name = by_index[block] if block < len(by_index) else "train"
+        is_test = kind != "official" and segment.speaker in test_speakers
+        sets["test" if is_test else name].append(segment)
     for name, members in sets.items():
         if not members:
             raise DataError(f"The {name} set of data.split={kind} is empty: none of the "
                             f"{len(segments)} recordings belongs to it; use the complete data set, "
                             "or another data.split.")
     return {name: tuple(members) for name, members in sets.items()}
-
-
-def _set_by_speaker(segment: Segment, test_speakers: Sequence[str]) -> str:
-    if segment.speaker in test_speakers:
-        return "test"
-    return "valid" if segment.index < NUM_HELD_OUT else "train"
-
-
-def _set_by_index(segment: Segment) -> str:
-    if segment.index < NUM_HELD_OUT:
-        return "test"
-    return "valid" if segment.index < 2 * NUM_HELD_OUT else "train"
-
-
-def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
-    """Read the pdfs of each utterance from the concatenated arrays of a file."""
-    with path.open("rb") as file, np.load(file) as arrays:
-        pieces = np.split(_merge_silence(arrays["pdf"]), arrays["offsets"][1:-1])
-        return dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
-
-
-def _merge_silence(pdf_T: np.ndarray) -> PdfIds:
-    # the silence of the GMM has three states in a row; spliced strings cut silence anywhere, so it
-    # has one state here
-    merged: PdfIds = np.where(pdf_T < STATES_PER_PHONE, SILENCE_PDF,
-                              pdf_T.astype(np.int32) - STATES_PER_PHONE + 1)
-    return merged.astype(np.int32)
 
 
 def _check_alignment(segments: Sequence[Segment], pdf_T: Mapping[str, PdfIds]) -> None:

@@ -11,13 +11,12 @@ import io
 import urllib.error
 import urllib.request
 import uuid
-import wave
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ngsgd.asr import unpacking
+from ngsgd.asr import recording, unpacking
 from ngsgd.asr.corpora.fsdd.segments import Segment
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Samples
 from ngsgd.errors import DataError
@@ -79,7 +78,25 @@ def read_recordings(place: Path, segments: Sequence[Segment]) -> dict[str, Sampl
         raise DataError(f"{place} lacks {len(missing)} of {len(segments)} recordings, the first is "
                         f"{missing[0]}; get the complete data set, or leave data.source empty to "
                         "download it.")
-    return {segment.utt_id: _decode(files[segment.file], segment, place) for segment in segments}
+    found = {}
+    for segment in segments:
+        where = f"{place}: {segment.file}"
+        samples = decoded(where, files[segment.file])
+        digest = hashlib.sha256(samples.astype("<i2").tobytes()).hexdigest()[:16]
+        if digest != segment.sha256_pcm:
+            raise DataError(f"{where} is not the recording of that name: its SHA-256 is {digest}..., "
+                            f"the list has {segment.sha256_pcm}; download FSDD at commit {COMMIT[:8]}.")
+        found[segment.utt_id] = samples
+    return found
+
+
+def decoded(where: str, content: bytes) -> Samples:
+    """Return the samples of a mono recording at 8 kHz."""
+    samples, rate_hz = recording.read_mono(where, io.BytesIO(content))
+    if rate_hz != SAMPLE_RATE_HZ:
+        raise DataError(f"{where} is sampled at {rate_hz} Hz, but the corpus at {SAMPLE_RATE_HZ} Hz; "
+                        "download it again.")
+    return np.asarray(np.round(samples), np.int16)
 
 
 def _fetch(url: str, path: Path) -> None:
@@ -108,28 +125,3 @@ def wav_files(place: Path) -> Iterator[tuple[str, bytes]]:
     except OSError as error:
         raise DataError(f"{error.filename or place} cannot be read ({error.strerror or error}); "
                         "download it again.") from error
-
-
-def _decode(content: bytes, segment: Segment, place: Path) -> Samples:
-    where = f"{place}: {segment.file}"
-    try:
-        with wave.open(io.BytesIO(content)) as wav:
-            shape, rate_hz, promised = (wav.getnchannels(), 8 * wav.getsampwidth()), wav.getframerate(), wav.getnframes()
-            pcm = wav.readframes(promised)
-    except (wave.Error, EOFError) as error:
-        raise DataError(f"{where} is not a PCM wav file ({error or 'its header is truncated'}); "
-                        "download it again.") from error
-    if shape != (1, 16):
-        raise DataError(f"{where} has {shape[0]} channel(s) of {shape[1]} bits, but FSDD is mono "
-                        "with 16 bits; download it again.")
-    if rate_hz != SAMPLE_RATE_HZ:
-        raise DataError(f"{where} is sampled at {rate_hz} Hz, but FSDD at {SAMPLE_RATE_HZ} Hz; "
-                        "download it again.")
-    if len(pcm) < 2 * promised:
-        raise DataError(f"{where} is truncated: {len(pcm) // 2} of the {promised} samples in its "
-                        "header; download it again.")
-    if hashlib.sha256(pcm).hexdigest()[:16] != segment.sha256_pcm:
-        raise DataError(f"{where} is not the recording of that name: its SHA-256 is "
-                        f"{hashlib.sha256(pcm).hexdigest()[:16]}..., the list has "
-                        f"{segment.sha256_pcm}; download FSDD at commit {COMMIT[:8]}.")
-    return np.frombuffer(pcm, dtype="<i2").astype(np.int16)

@@ -68,12 +68,8 @@ class ShardedSet:
 
     def units(self, names: Sequence[str]) -> CmvnStats:
         """Add the statistics of the utterances, grouped by the names of their units."""
-        stats: dict[str, cmvn.Stats] = {}
         files = _opened(self.paths, self.shard_U, self.place_U)
-        for (file, u), name in zip(files, names, strict=True):
-            found = file.stats(u)
-            stats[name] = stats[name] + found if name in stats else found
-        return CmvnStats(stats, names)
+        return cmvn.units((file.stats(u) for file, u in files), names)
 
 
 def _opened(paths: Sequence[Path], shard_U: npt.NDArray[np.int32],
@@ -115,30 +111,20 @@ def read(parts: Sequence[tuple[Part, Sequence[Shard]]], folder: Path) -> Sharded
     return ShardedSet(paths, shard_U, place_U,
                       Strings(file.utt_ids[u] for file, u in _opened(paths, shard_U, place_U)),
                       Strings(file.speakers[u] for file, u in _opened(paths, shard_U, place_U)),
-                      WordLists(_texts(parts, np.bincount(entry_U, minlength=begin))),
+                      # the words of each utterance as often as it has copies
+                      WordLists(one.words for one, number in zip(
+                          itertools.chain.from_iterable(part.listed for part, _ in parts),
+                          np.bincount(entry_U, minlength=begin).tolist(), strict=True)
+                          for _ in range(number)),
                       np.concatenate([[0], np.cumsum(length_U[order_U])]), *dims)
-
-
-def _texts(parts: Sequence[tuple[Part, Sequence[Shard]]],
-           copies: npt.NDArray[np.int64]) -> Iterator[tuple[str, ...]]:
-    """Yield the words of each utterance as often as it has copies."""
-    every = itertools.chain.from_iterable(part.listed for part, _ in parts)
-    for one, number in zip(every, copies, strict=True):
-        yield from itertools.repeat(one.words, int(number))
 
 
 def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, *,
              given: CmvnStats | None = None, all_speech: cmvn.Stats | None = None) -> SpeechSet:
-    """Normalize a set into files of a folder.
+    """Normalize a set into files of a folder, with names that begin with that of the set.
 
-    Args:
-        name: name of the set, and of its files.
-        found: the utterances.
-        config: the section `features`.
-        folder: folder of the files.
-        given: statistics of features.cmvn=given.
-        all_speech: statistics of the training set, for features.cmvn=online. Default: those of
-            this set.
+    `given` are the statistics of features.cmvn=given, and `all_speech` those of the training set
+    for features.cmvn=online (default: of this set).
     """
     units, raw_TD = given or CmvnStats({}, ()), None
     if config.cmvn == "online":
@@ -149,7 +135,8 @@ def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, 
     elif config.cmvn in ("utterance", "speaker"):
         is_own = config.cmvn == "utterance"
         units = found.units(found.utt_ids if is_own else found.speakers)
-        normal = _by_utterance(found, config) if is_own else _by_speaker(found)
+        normal = cmvn.by_unit(found.features, found.speakers, found.dim) if not is_own else (
+            one for raw in found.features() for one in filterbank.normalize([raw], [""], config))
     elif given:
         normal = (cmvn.normalized(raw, given.stats[unit])
                   for raw, unit in zip(found.features(), given.unit_of, strict=True))
@@ -160,26 +147,3 @@ def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, 
                                map(unaligned, np.diff(found.offsets).tolist()), np.dtype(np.int32))
     frames = FrameSet(features_TD, pdf_T, found.offsets, found.utt_ids)
     return SpeechSet(frames, found.texts, found.speakers, units, raw_TD)
-
-
-def _by_utterance(found: ShardedSet, config: FeatureConfig) -> Iterator[Features]:
-    for raw, speaker in zip(found.features(), found.speakers, strict=True):
-        yield from filterbank.normalize([raw], [speaker], config)
-
-
-def _by_speaker(found: ShardedSet) -> Iterator[Features]:
-    """Normalize to zero mean and unit variance per speaker; three passes over the shards."""
-    place = {speaker: s for s, speaker in enumerate(dict.fromkeys(found.speakers))}
-    speaker_U = np.fromiter((place[speaker] for speaker in found.speakers), np.int32, len(found.speakers))
-    count_S1 = np.zeros((len(place), 1))
-    sum_SD, square_SD = np.zeros((2, len(place), found.dim))
-    for s, raw in zip(speaker_U, found.features(), strict=True):
-        count_S1[s] += len(raw)
-        sum_SD[s] = cmvn.added(sum_SD[s], raw)
-    mean_SD = sum_SD / count_S1
-    for s, raw in zip(speaker_U, found.features(), strict=True):
-        square_SD[s] = cmvn.added(square_SD[s], np.square(raw - mean_SD[s]))
-    deviation_SD = np.maximum(np.sqrt(square_SD / count_S1), cmvn.SMALLEST_DEVIATION)
-    shift_SD, scale_SD = mean_SD.astype(np.float32), deviation_SD.astype(np.float32)
-    for s, raw in zip(speaker_U, found.features(), strict=True):
-        yield (raw - shift_SD[s]) / scale_SD[s]

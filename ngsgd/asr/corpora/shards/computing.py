@@ -2,6 +2,10 @@
 
 Several computers can share the work: the same command on each of them, with `data.cache_dir` on a
 common file system, computes every shard once. Files are locked while they are computed.
+
+A process is this module: it reads lines of JSON, the settings and then one shard at a time, and
+replies to each shard with an `Answer`. It ends with its standard input, and therefore soon after the
+process that started it. It is not a fork, because the caller may run threads.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -19,31 +24,36 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 
 from ngsgd import files
 from ngsgd.asr.corpora.shards import shard_file
 from ngsgd.asr.corpora.shards.plan import SHARD_S, Shard
-from ngsgd.asr.corpora.shards.process import Answer
 from ngsgd.asr.features.audio import Reader
 from ngsgd.config import FeatureConfig
 from ngsgd.counting import counted
 
 # between two questions whether the shards of other processes are complete
 _WAIT_S = 0.5
-_MODULE = "ngsgd.asr.corpora.shards.process"
+_MODULE = "ngsgd.asr.corpora.shards.computing"
+
+
+class Answer(StrEnum):
+    """Result of a shard."""
+
+    DONE = "done"
+    # another process computes it
+    BUSY = "busy"
+    # the caller computes it again, for the error
+    FAILED = "failed"
 
 
 def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
             num_processes: int = 0, report: Callable[[str], None] = lambda _line: None) -> None:
     """Compute all shards that do not exist in the folder.
 
-    Args:
-        shards: the shards.
-        config: the section `features`.
-        folder: folder of the files.
-        num_processes: number of processes. Default: one per core, and none for a single shard.
-        report: receives progress messages.
+    `num_processes` is by default one per core, and none for a single shard.
 
     Raises:
         DataError: audio or features are missing, damaged or inconsistent.
@@ -61,7 +71,14 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
         while pending:
             answers = _parallel(pending, idle, num_processes) if num_processes > 1 else \
                 [Answer.FAILED] * len(pending)
-            left = _left(pending, answers, config, folder)
+            left = []
+            with contextlib.closing(Reader(config.sample_rate_hz, resample=config.resample)) as reader:
+                for shard, answer in zip(pending, answers, strict=True):
+                    # a failed one is computed here, for the error
+                    if answer is Answer.FAILED and shard_file.compute(shard, config, folder, reader):
+                        continue
+                    if answer is not Answer.DONE:
+                        left.append(shard)
             if len(left) == len(pending):
                 time.sleep(_WAIT_S)
             pending = left
@@ -78,7 +95,11 @@ def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int) -> li
         if stop.is_set():
             return Answer.BUSY
         process = idle.get()
-        found = _ask(process, shard)
+        assert process.stdout is not None
+        _send(process, json.dumps(shard.to_json()))
+        line = process.stdout.readline().decode().strip()
+        # an empty line: it died
+        found = Answer(line) if line else Answer.FAILED
         idle.put(process)
         if found is Answer.FAILED:
             stop.set()
@@ -92,19 +113,6 @@ def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int) -> li
             stop.set()
 
 
-def _left(pending: Sequence[Shard], answers: Sequence[Answer], config: FeatureConfig,
-          folder: Path) -> list[Shard]:
-    """Compute the failed shards in this process, for the error; return the busy ones."""
-    left = []
-    with contextlib.closing(Reader(config.sample_rate_hz, resample=config.resample)) as reader:
-        for shard, answer in zip(pending, answers, strict=True):
-            if answer is Answer.FAILED and shard_file.compute(shard, config, folder, reader):
-                continue
-            if answer is not Answer.DONE:
-                left.append(shard)
-    return left
-
-
 @contextmanager
 def _processes(config: FeatureConfig, folder: Path, number: int) -> Iterator[Processes]:
     """Start processes, which end with the context."""
@@ -113,8 +121,7 @@ def _processes(config: FeatureConfig, folder: Path, number: int) -> Iterator[Pro
     idle: Processes = queue.SimpleQueue()
     try:
         for _ in range(number):
-            process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=subprocess.PIPE,
-                                       stdout=subprocess.PIPE)
+            process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             started.append(process)
             _send(process, about)
             idle.put(process)
@@ -125,17 +132,32 @@ def _processes(config: FeatureConfig, folder: Path, number: int) -> Iterator[Pro
             process.communicate()
 
 
-def _ask(process: subprocess.Popen[bytes], shard: Shard) -> Answer:
-    assert process.stdout is not None
-    _send(process, json.dumps(shard.to_json()))
-    line = process.stdout.readline().decode().strip()
-    # an empty line: it died
-    return Answer(line) if line else Answer.FAILED
-
-
 def _send(process: subprocess.Popen[bytes], line: str) -> None:
     assert process.stdin is not None
     # it died, which the missing answer shows
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line.encode() + b"\n")
         process.stdin.flush()
+
+
+def main() -> None:
+    """Compute the shards of standard input, in a process."""
+    # Ctrl-C reaches all processes; the caller ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    about = json.loads(sys.stdin.readline())
+    config, folder = FeatureConfig(**about["features"]), Path(about["folder"])
+    reader = Reader(config.sample_rate_hz, resample=config.resample)
+    for line in sys.stdin:
+        try:
+            is_done = shard_file.compute(Shard.of_json(json.loads(line)), config, folder, reader)
+            answer = Answer.DONE if is_done else Answer.BUSY
+        except Exception:
+            # the caller reports it
+            answer = Answer.FAILED
+        # the caller was killed: the file remains for the next one
+        with contextlib.suppress(BrokenPipeError):
+            print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

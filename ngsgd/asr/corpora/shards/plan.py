@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,7 @@ class Shard:
 
     def to_json(self) -> dict[str, Any]:
         """Return the shard for another process; `of_json` reads it."""
-        part = {"name": self.part.name, "changes": asdict(self.part.changes),
-                "folder": str(self.part.folder),
+        part = {"name": self.part.name, "changes": asdict(self.part.changes), "folder": str(self.part.folder),
                 "listed": [data_dir.to_json(one) for one in self.entries]}
         return {"part": part, "number": self.number, "seconds": self.seconds}
 
@@ -79,9 +78,8 @@ class Shard:
         """Return the shard; its part has no other utterances."""
         part = tree["part"]
         listed = [data_dir.of_json(one) for one in part["listed"]]
-        return cls(Part(part["name"], listed, AugmentConfig(**part["changes"]),
-                        Path(part["folder"])), tree["number"], tuple(range(len(listed))),
-                   tree["seconds"])
+        own = Part(part["name"], listed, AugmentConfig(**part["changes"]), Path(part["folder"]))
+        return cls(own, tree["number"], tuple(range(len(listed))), tree["seconds"])
 
 
 def shards(part: Part, config: FeatureConfig) -> list[Shard]:
@@ -89,8 +87,15 @@ def shards(part: Part, config: FeatureConfig) -> list[Shard]:
 
     Utterances are sorted by recording and time, so that one recording at a time is open.
     """
-    return [Shard(part, number, at, seconds) for number, (at, seconds) in
-            enumerate(_groups(_order(part.listed), part, config.sample_rate_hz))]
+    found: list[Shard] = []
+    group, length_s = array("q"), 0.0
+    for i in _order(part.listed):
+        group.append(i)
+        length_s += _seconds(part.listed[i], config.sample_rate_hz)
+        if length_s >= SHARD_S:
+            found.append(Shard(part, len(found), group, length_s))
+            group, length_s = array("q"), 0.0
+    return [*found, Shard(part, len(found), group, length_s)] if group else found
 
 
 def _order(listed: Sequence[UtteranceEntry]) -> Iterable[int]:
@@ -98,7 +103,12 @@ def _order(listed: Sequence[UtteranceEntry]) -> Iterable[int]:
     number_of: dict[str, int] = {}
     recordings, starts = array("q"), array("d")
     for one in listed:
-        recording, start = _place(one)
+        if isinstance(one.content, Piece):
+            recording, start = str(one.content.path), one.content.start_s
+        else:
+            recording, _, offset = one.content.value.partition(":")
+            digits = offset.partition("[")[0]
+            start = float(digits) if digits.isdecimal() else 0.0
         recordings.append(number_of.setdefault(recording, len(number_of)))
         starts.append(start)
     names = list(number_of)
@@ -106,28 +116,6 @@ def _order(listed: Sequence[UtteranceEntry]) -> Iterable[int]:
     rank[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
     # utterances with equal keys stay in the order of the set
     return map(int, np.lexsort((np.array(starts), rank[np.array(recordings, np.int64)])))
-
-
-def _groups(order: Iterable[int], part: Part,
-            sample_rate_hz: int) -> Iterator[tuple[Sequence[int], float]]:
-    group = array("q")
-    length_s = 0.0
-    for i in order:
-        group.append(i)
-        length_s += _seconds(part.listed[i], sample_rate_hz)
-        if length_s >= SHARD_S:
-            yield group, length_s
-            group, length_s = array("q"), 0.0
-    if group:
-        yield group, length_s
-
-
-def _place(one: UtteranceEntry) -> tuple[str, float]:
-    if isinstance(one.content, Piece):
-        return str(one.content.path), one.content.start_s
-    name, _, offset = one.content.value.partition(":")
-    digits = offset.partition("[")[0]
-    return name, float(digits) if digits.isdecimal() else 0.0
 
 
 def _seconds(one: UtteranceEntry, sample_rate_hz: int) -> float:

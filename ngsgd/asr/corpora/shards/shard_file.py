@@ -34,13 +34,7 @@ from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 
 
 def compute(shard: Shard, config: FeatureConfig, folder: Path, reader: Reader) -> bool:
-    """Compute the features of a shard, unless they exist.
-
-    Args:
-        shard: the utterances.
-        config: the section `features`.
-        folder: folder of the file.
-        reader: reads the audio. A recording stays open for the next shard.
+    """Compute the features of a shard, unless they exist; `reader` keeps the last recording open.
 
     Returns:
         False if another process computes this shard at the moment.
@@ -52,22 +46,20 @@ def compute(shard: Shard, config: FeatureConfig, folder: Path, reader: Reader) -
     path = folder / shard.file_name
     with shared_work.lock(path.with_suffix(shared_work.LOCK)) as is_mine:
         if is_mine and not is_complete(path):
-            _write(path, _framed(shard, config, reader))
+            part = shard.part
+            if config.kind == "given":
+                framed = list(data_dir.given(shard.entries, part.folder))
+            else:
+                said = augment.for_set("train", data_dir.spoken(shard.entries, config, reader), part.changes,
+                                       sample_rate_hz=config.sample_rate_hz, is_checked=True)
+                framed = [speech_set.frame(one, config) for one in said]
+            _write(path, framed)
         return is_mine
 
 
 def is_complete(path: Path) -> bool:
     """Whether the file exists and matches its digest."""
     return path.is_file() and path.with_suffix(".sha256").is_file() and files.matches_digest(path)
-
-
-def _framed(shard: Shard, config: FeatureConfig, reader: Reader) -> list[FramedUtterance]:
-    entries, part = shard.entries, shard.part
-    if config.kind == "given":
-        return list(data_dir.given(entries, part.folder))
-    said = augment.for_set("train", data_dir.spoken(entries, config, reader), part.changes,
-                           sample_rate_hz=config.sample_rate_hz, is_checked=True)
-    return [speech_set.frame(one, config) for one in said]
 
 
 def _write(path: Path, framed: Sequence[FramedUtterance]) -> None:
@@ -96,11 +88,7 @@ class ShardFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Map a file.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Map a file; raise OSError if it cannot be read."""
         try:
             self._file = ArrayFile(path)
             utt_ids, speakers = json.loads(self._file["names"].tobytes())
