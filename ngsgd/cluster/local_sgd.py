@@ -37,10 +37,9 @@ from ngsgd.cluster.fingerprint import why_no_kernels
 from ngsgd.cluster.optimizer_reset import OptimizerReset, clear_not_finite
 from ngsgd.cluster.outer_parts import Part, parts_of, require_like
 from ngsgd.cluster.rank_group import LostRankError, RankGroup
-from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
+from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError, has_grown, warn
 from ngsgd.ops.kernels.native import print_line, use_torch_operations
 from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
-from ngsgd.user_warnings import has_grown, warn
 
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
 # number of rounds passed to rules whose momentum depends on the length of the run

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.arguments import checked, checks_arguments, hints_of, require_state
-from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError
+from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError, has_grown, warn
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
 from ngsgd.ops.tensors import dense, refuse_sharded
 from ngsgd.optim import adamw, updates
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
-from ngsgd.user_warnings import has_grown, warn
 
 # settings that only layer_options have
 _LAYER_HINTS = {"lr_factor": float, "orthonormal_constraint": float, "rule": str, "betas": Sequence[float], "eps": float}

@@ -22,7 +22,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.counting import counted
 from ngsgd.data import mapped
-from ngsgd.data.cache_names import cache_name
+from ngsgd.files import cache_name
 from ngsgd.phase import Phase
 
 # raise it when the same settings would give other features

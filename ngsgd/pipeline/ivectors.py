@@ -23,8 +23,8 @@ from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract_each, train
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
 from ngsgd.data import mapped
-from ngsgd.data.cache_names import cache_name
 from ngsgd.data.frames import Side
+from ngsgd.files import cache_name
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 

@@ -30,7 +30,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autocast
-from ngsgd.errors import ConfigError, OptimizerStateError
+from ngsgd.errors import ConfigError, OptimizerStateError, has_grown, warn
 from ngsgd.ops import gemm
 from ngsgd.ops.tensors import dense, refuse_sharded
 from ngsgd.preconditioners import states, step_limits
@@ -40,7 +40,6 @@ from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_c
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options, signature_of
 from ngsgd.preconditioners.states import OWN, Layout, State, kept, mean_state, own
-from ngsgd.user_warnings import has_grown, warn
 
 # Fraction of parameters with plain gradient that triggers a warning.
 _MUCH = 0.3

@@ -26,8 +26,8 @@ from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import PdfIds
 from ngsgd.counting import counted
-from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
+from ngsgd.files import cache_name
 from ngsgd.phase import Phase
 
 # raise it when the same labels would give another tree

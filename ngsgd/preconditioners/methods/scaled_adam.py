@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature.layers import upcast
-from ngsgd.errors import DivergenceError, OptimizerStateError
+from ngsgd.errors import DivergenceError, OptimizerStateError, warn
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions, momentum_problems
 from ngsgd.preconditioners.states import OWN, Layout, State, real_tensor, require_counters
-from ngsgd.user_warnings import warn
 
 # Constants of icefall, which no recipe changes.
 # steps between two updates of r and of the scale
