@@ -6,6 +6,8 @@ conditions that only a bug of ngsgd can violate.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -234,3 +236,24 @@ class RunInterrupted(NgsgdError):
     """The user or the cluster asked the run to stop; the last checkpoint is complete."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+# Warnings -----------------------------------------------------------------------------------------
+
+
+def warn(message: str) -> None:
+    """Warn at the first frame outside of this package and torch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ngsgd", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, NgsgdWarning, stacklevel=level)
+
+
+def has_grown(count: int, reported: int) -> bool:
+    """Return whether a count is worth a warning: above 0, and ten times the last one reported.
+
+    Example:
+        >>> [has_grown(count, 3) for count in (3, 29, 30)]
+        [False, False, True]
+    """
+    return count >= max(1, 10 * reported)

@@ -459,3 +459,20 @@ def digest_of_arrays(arrays: Mapping[str, Any]) -> str:
         found.update(f"{name} {array.dtype.str} {array.shape} ".encode())
         found.update(array.tobytes())
     return found.hexdigest()
+
+
+def cache_name(kind: str, *, version: int, **decides: Any) -> str:
+    """Return `KIND-DIGEST`, the name of a prepared file: equal names are equal content.
+
+    Args:
+        kind: kind of the file, such as "ali".
+        version: of the code that makes the file. Increase it if the same inputs would give another
+            content, so that old files are not used.
+        decides: all other inputs, as values of JSON: the digest of the corpus, which covers data,
+            phones, lexicon, silence states and grammar (`Corpus.digest`), and the settings.
+
+    Example:
+        >>> cache_name("ali", version=2, corpus="0f3b", settings={"num_passes": 2})
+        'ali-4be69944aef0'
+    """
+    return f"{kind}-{digest_of_json({'kind': kind, 'version': version, **decides})[:12]}"

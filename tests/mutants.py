@@ -42,9 +42,9 @@ KALDIS_START = f"{GOLDEN}::test_from_kaldis_start"
 SCHEDULE = f"{PROPERTIES}::test_calls_that_update_are_kaldis"
 LAYER_STEPS = f"{LIMIT}::test_layer_steps_equal_kaldis_nnet2"
 
-TRANSFORM = "ngsgd/models/input_transform.py"
+TRANSFORM = "ngsgd/models/statistics.py"
 SUBCLASSES = "ngsgd/models/subclasses.py"
-STAGES = "ngsgd/models/growth_stages.py"
+STAGES = "ngsgd/models/growing.py"
 TRANSFORM_TEST = "tests/models/test_input_transform.py::test_the_transform_is_kaldis"
 GROWTH = "tests/training/test_growth.py"
 DEVICE_STEP = (

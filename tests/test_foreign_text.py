@@ -33,8 +33,7 @@ from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why import facts
-from ngsgd.models.nnet3 import structure
-from ngsgd.models.nnet3 import text as nnet3_text
+from ngsgd.models.nnet3 import raw_models, structure
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import read_manifest
 from ngsgd.object_storage.lease import HEAD, read_head
@@ -71,7 +70,7 @@ OF_TEXTS: dict[str, Callable[[str], object]] = {
     "ARPA": ngram.parse, "ARPA, 1-grams": lambda text: ngram.parse(ARPA + text),
     "errors of utterances": read_per_utterance, "URL": check_url,
     "nnet3 line": lambda text: structure._config_line(f"component-node {text}", 1),
-    "nnet3 descriptor": structure._spliced, "nnet3 components": lambda text: list(nnet3_text._parsed(text, 0)),
+    "nnet3 descriptor": structure._spliced, "nnet3 components": lambda text: list(raw_models._parsed(text, 0)),
     "contribution": lambda text: from_bytes(text.encode(), LAYOUT),
     "contribution, header": lambda text: from_bytes(len(text).to_bytes(8, "little") + text.encode(), LAYOUT),
     "head.json": lambda text: read_head(_store(HEAD, text)),

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd tune`."""
     options = _parser().parse_with_settings(arguments)
-    from ngsgd.launcher.mlflow.tune_tracker import TuneTracker
     from ngsgd.launcher.config import compose, tuned_file
+    from ngsgd.launcher.mlflow.tune_tracker import TuneTracker
     from ngsgd.pipeline import prepare
     from ngsgd.runs.run_folder import check_output_dir
 

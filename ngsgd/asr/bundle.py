@@ -53,12 +53,11 @@ from ngsgd.config import DecodeConfig, FeatureConfig, RunConfig, build, check_va
 from ngsgd.config.build import with_defaults
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet, Side
-from ngsgd.errors import ArgumentError, CheckpointError, ConfigError, DataError
+from ngsgd.errors import ArgumentError, CheckpointError, ConfigError, DataError, warn
 from ngsgd.interface import option
 from ngsgd.models import Window
+from ngsgd.models.build import least_parameters, rebuild, window_of
 from ngsgd.models.growing import utterance_logits
-from ngsgd.models.saved import least_parameters, rebuild, window_of
-from ngsgd.user_warnings import warn
 
 __all__ = ["INDEX", "MODEL_FILES", "Bundle", "index_of", "read_files", "write_file"]
 

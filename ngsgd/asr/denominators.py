@@ -17,9 +17,8 @@ from ngsgd.asr.utterance import PdfIds
 from ngsgd.config import DecodeConfig, ObjectiveConfig
 from ngsgd.errors import ConfigError
 from ngsgd.sequence.graph import NOTHING, StateArc, StateGraph, from_arcs
-from ngsgd.sequence.ngram import state_ngram
+from ngsgd.sequence.ngram import ClassOf, UnitFrames, state_ngram, unit_ngram
 from ngsgd.sequence.objectives import Denominator
-from ngsgd.sequence.unit_ngram import ClassOf, UnitFrames, unit_ngram
 
 
 def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,

@@ -36,10 +36,9 @@ from ngsgd.cluster.replicas.exchanged_tensors import (
 )
 from ngsgd.cluster.replicas.outer_parts import OptimizerReset, Part, clear_not_finite, parts_of, require_like
 from ngsgd.cluster.replicas.rank_group import LostRankError, RankGroup
-from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
+from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError, has_grown, warn
 from ngsgd.ops.kernels.native import print_line, use_torch_operations
 from ngsgd.optim.outer.rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
-from ngsgd.user_warnings import has_grown, warn
 
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
 # number of rounds passed to rules whose momentum depends on the length of the run

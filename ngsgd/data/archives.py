@@ -23,13 +23,11 @@ import numpy.typing as npt
 
 from ngsgd.config import EgsConfig
 from ngsgd.data import columns, mapped
-from ngsgd.data.cache_names import cache_name
-from ngsgd.data.examples import NO_FRAME, ArchiveEntry, ExampleSource, shuffled, windows, write_archive
+from ngsgd.data.examples import NO_FRAME, ArchiveEntry, ExampleSource, Target, shuffled, windows, write_archive, write_in_processes
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import FormatError, write_arrays
-from ngsgd.data.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
-from ngsgd.files import FORMATS, new_file, read_json, sealed, sha256, shared_directory, unsealed, write_text
+from ngsgd.files import FORMATS, cache_name, new_file, read_json, sealed, sha256, shared_directory, unsealed, write_text
 from ngsgd.phase import Phase
 
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives",

@@ -9,10 +9,15 @@ dimension, T frames. R side rows of S values (inputs besides the features), K th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +25,7 @@ import numpy.typing as npt
 from ngsgd.data import mapped
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import write_arrays
+from ngsgd.errors import DataError
 
 # class of the positions of an example after the end of its utterance
 NO_FRAME = -1
@@ -31,8 +37,7 @@ _WINDOWS_AT_ONCE = 256
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class ArchiveEntry:
+class ArchiveEntry(NamedTuple):
     """Index entry of one archive."""
 
     sha256: str
@@ -147,3 +152,91 @@ def _features(source: ExampleSource, first_E: Ints, begin_E1: Ints, end_E1: Ints
     for start in range(0, len(first_E), size):
         part = slice(start, start + size)
         yield windows(source.features_TD, np.clip(first_E[part, None] + window_W, begin_E1[part], end_E1[part] - 1))
+
+
+# Writing processes --------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """One archive to write: examples `begin` to `end`."""
+
+    path: str
+    begin: int
+    end: int
+
+
+def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_writers: int,
+                       scratch: Path) -> list[ArchiveEntry]:
+    """Write all targets in new processes and return their index entries, in order.
+
+    A process runs `python -m ngsgd.data.examples`, which reads its work as one line of JSON, maps
+    the arrays and replies with one line. It is not a fork, because the caller may run threads.
+
+    Args:
+        source: the examples.
+        targets: the archives.
+        num_writers: number of processes.
+        scratch: folder for arrays that are not in files already; the caller removes it.
+
+    Raises:
+        OSError: the disk is full.
+        DataError: a process died.
+    """
+    fields = vars(source).items()
+    arrays = {name: _on_disk(value, scratch / name) for name, value in fields if isinstance(value, np.ndarray)}
+    numbers = {name: value for name, value in fields if isinstance(value, int)}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for part in np.array_split(np.arange(len(targets)), num_writers):
+            processes.append(subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            work = [arrays, numbers, [targets[at] for at in part]]
+            # if it has died already, `_answer` reports it
+            with contextlib.suppress(BrokenPipeError):
+                processes[-1].stdin.write(json.dumps(work).encode() + b"\n")  # type: ignore[union-attr]
+                processes[-1].stdin.flush()  # type: ignore[union-attr]
+        return [entry for process in processes for entry in _answer(process)]
+    finally:
+        # after a failure the results of the other processes are not needed
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise DataError(f"a process that wrote archives of examples ended with {process.wait()}; "
+                        "run again with egs.num_writers=1 to see the error.")
+    answer = json.loads(line)
+    if "errno" in answer:
+        raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
+    return [ArchiveEntry(*entry) for entry in answer["entries"]]
+
+
+def _on_disk(array: np.ndarray[Any, Any], path: Path) -> list[Any]:
+    """Arguments of `np.memmap` in another process: the mapped file, or a new one at `path`."""
+    # a slice of a map keeps the offset of the complete array
+    is_part = isinstance(array.base, np.ndarray)
+    if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous and not is_part:
+        return [str(array.filename), array.dtype.str, "r", array.offset, array.shape]
+    with path.open("wb") as file:
+        for block in mapped.blocks(array):
+            file.write(np.ascontiguousarray(block).data.cast("B"))
+    return [str(path), array.dtype.str, "r", 0, array.shape]
+
+
+def main() -> None:
+    """Write the archives that standard input names."""
+    arrays, numbers, targets = json.loads(sys.stdin.readline())
+    found: dict[str, Any] = {name: np.memmap(*place, tuple(shape)) for name, (*place, shape) in arrays.items()}
+    source = ExampleSource(**{"weight_T": None, **found}, **numbers)
+    try:
+        answer: dict[str, Any] = {"entries": [write_archive(source, begin, end, Path(path)) for path, begin, end in targets]}
+    except OSError as error:
+        answer = {"errno": error.errno, "filename": error.filename}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,10 +9,12 @@ Letters: E examples, F frames per example, W window of spliced frames, D feature
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +27,12 @@ from ngsgd.data.examples import is_row
 from ngsgd.data.fetching.files import Files, LocalFiles
 from ngsgd.data.fetching.publishing import Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
-from ngsgd.data.prefetch import ahead
-from ngsgd.data.spec_augment import mask_windows
 from ngsgd.data.storage import ArrayFile, FormatError
 from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import read_json
 from ngsgd.schedules import Shard
+
+Item = TypeVar("Item")
 
 # files next to the archives that the index does not list
 BESIDE = "statistics-*.safetensors"
@@ -238,3 +240,55 @@ class _Rows:
         if self._side_KS is not None and self._side_row_E is not None:
             torch.index_select(self._side_KS, 0, self._side_row_E[chosen_N], out=x_ND[:, num_spliced:])
         return Minibatch(x_ND, self._pdf_E[chosen_N], None if self._weight_E is None else self._weight_E[chosen_N])
+
+
+# SpecAugment --------------------------------------------------------------------------------------
+
+
+def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.random.Generator,
+                 out: Tensor | None = None, probability: float = 0.5) -> Tensor:
+    """Mask rows of `window` spliced frames, each with the given probability; `out` may be `x_ND`.
+
+    SpecAugment (arXiv 1904.08779, section 2): each row is a separate small spectrogram. Ranges of 0
+    to `spec_time_frames` frames and of 0 to `spec_freq_bins` features, with a uniform random start,
+    are replaced by its mean, which carries no information under any normalization. Time warping is
+    omitted: a window of about 10 frames is too short for it.
+    """
+    num_rows, dim = len(x_ND), x_ND.shape[1] // window
+    is_chosen_N = random.random(num_rows) < probability
+    time_NW = _covered(random, num_rows, window, config.spec_time_frames)
+    freq_ND = _covered(random, num_rows, dim, config.spec_freq_bins)
+    hidden_NWD = is_chosen_N[:, None, None] & (time_NW[:, :, None] | freq_ND[:, None, :])
+    return torch.where(torch.from_numpy(hidden_NWD).flatten(1), x_ND.mean(dim=1, keepdim=True), x_ND, out=out)
+
+
+def _covered(random: np.random.Generator, num_rows: int, size: int, max_width: int) -> npt.NDArray[np.bool_]:
+    """Rows x size: positions covered by the mask of each row."""
+    width_N = random.integers(0, min(max_width, size), size=num_rows, endpoint=True)
+    begin_N = np.floor(random.random(num_rows) * (size - width_N + 1)).astype(np.int64)
+    place_S = np.arange(size)
+    return np.asarray((place_S >= begin_N[:, None]) & (place_S < (begin_N + width_N)[:, None]))
+
+
+# Prefetching --------------------------------------------------------------------------------------
+
+
+def ahead(items: Iterator[Item], depth: int) -> Iterator[Item]:
+    """Yield the same items in the same order, with up to `depth` of them prepared in advance.
+
+    With `depth` 0 there is no thread. Exceptions of `items` are raised at their position. The
+    thread ends when the reader stops reading.
+    """
+    if not depth:
+        yield from items
+        return
+    end = object()
+    with ThreadPoolExecutor(1, "ngsgd-prefetch") as thread:
+        ready = deque(thread.submit(next, items, end) for _ in range(depth))
+        try:
+            while (item := ready.popleft().result()) is not end:
+                ready.append(thread.submit(next, items, end))
+                yield item  # type: ignore[misc]
+        finally:
+            for one in ready:
+                one.cancel()

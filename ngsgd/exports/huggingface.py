@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ngsgd.files import new_directory, parse_json, sealed, sha256, write_text
 from ngsgd.exports.model_card import model_card
 from ngsgd.exports.source import Source, write_graph, write_words
+from ngsgd.files import new_directory, parse_json, sealed, sha256, write_text
 from ngsgd.runs.final_model import DIGESTS
 
 

@@ -23,10 +23,9 @@ from ngsgd.data.nnet3_examples import Nnet3Example, write_nnet3_examples
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError, ConfigError, DataError
 from ngsgd.files import read_json, write_text
-from ngsgd.models.inputs import Window
-from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
+from ngsgd.models.layers import Window
 from ngsgd.models.nnet3.network import describe, rebuild
-from ngsgd.models.nnet3.text import Updates, to_text, vector_to_text
+from ngsgd.models.nnet3.raw_models import Updates, model_from_bytes, to_text, vector_from_bytes, vector_to_text
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.runs.final_model import load_final, write_final
 from ngsgd.runs.run_folder import RunFolder

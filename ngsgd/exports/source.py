@@ -17,7 +17,7 @@ from ngsgd.config import FeatureConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
 from ngsgd.interface import option
-from ngsgd.models.inputs import Window
+from ngsgd.models.layers import Window
 from ngsgd.models.standalone import StandaloneNetwork
 
 # version of `Source.facts`; increase it when a key changes its meaning

@@ -14,7 +14,7 @@ from ngsgd import imports
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
 from ngsgd.imports import first_line
-from ngsgd.models.inputs import Window
+from ngsgd.models.layers import Window
 from ngsgd.optim import SGD
 from ngsgd.optim.groups import layer_options
 

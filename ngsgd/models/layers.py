@@ -5,13 +5,41 @@ Letters: N rows, D dimension, G groups.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
 from ngsgd.ops import nonlinearities
+
+
+class Window(NamedTuple):
+    """Composition of an input row: concatenated frames with context, then side values."""
+
+    left_context: int     # frames
+    right_context: int    # frames
+    feature_dim: int      # of one frame
+    # values that are not spliced, such as an i-vector, at the end of the row
+    side_dim: int = 0
+
+    @property
+    def num_inputs(self) -> int:
+        r"""Length of a row."""
+        return (self.left_context + 1 + self.right_context) * self.feature_dim + self.side_dim
+
+
+@dataclass(frozen=True)
+class DataStatistics:
+    """Statistics of the training examples that a model needs (`ngsgd.models.statistics`)."""
+
+    # frames of each class
+    class_counts: tuple[float, ...] = ()
+    input_transform: Tensor | None = None       # outputs x inputs + 1
 
 
 class _PNorm(torch.autograd.Function):
@@ -194,3 +222,45 @@ class FixedScale(nn.Module):
 def normalization(config: ModelConfig, dim: int) -> nn.Module:
     """Return the normalization after a nonlinearity of `dim` values."""
     return BatchNorm(dim) if config.normalize == "batchnorm" else Renormalize()
+
+
+# Feed-forward models ------------------------------------------------------------------------------
+
+
+# Modules of one hidden layer, by their names in the model.
+Layer = OrderedDict[str, nn.Module]
+
+
+def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
+    """Return (hidden layers, outputs of the last)."""
+    layers = []
+    width = num_inputs
+    for number in range(1, config.num_layers + 1):
+        layer: Layer = OrderedDict()
+        layer[f"affine{number}"] = nn.Linear(width, config.hidden_dim)
+        layer[f"nonlinearity{number}"] = nn.ReLU() if config.kind == "relu" else PNorm(config.pnorm_group)
+        width = config.hidden_dim if config.kind == "relu" else config.hidden_dim // config.pnorm_group
+        layer[f"{config.normalize}{number}"] = normalization(config, width)
+        if config.dropout_schedule:
+            # Each job sets the proportion from the schedule.
+            layer[f"dropout{number}"] = nn.Dropout(0.0)
+        layers.append(layer)
+    return layers, width
+
+
+@torch.no_grad()
+def initialize(layers: Iterable[nn.Module], generator: torch.Generator) -> None:
+    """Initialize as in Kaldi (C.7): weights of standard deviation 1/sqrt(inputs), biases of 1."""
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, 1.0 / math.sqrt(module.in_features), generator=generator)
+                if module.bias is not None:
+                    module.bias.normal_(0.0, 1.0, generator=generator)
+
+
+@torch.no_grad()
+def zero(output: nn.Linear) -> None:
+    """Set the output layer to zero, for equal probabilities."""
+    output.weight.zero_()
+    output.bias.zero_()

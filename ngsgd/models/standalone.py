@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.models.growing import StagedModel
-from ngsgd.models.inputs import Window
+from ngsgd.models.layers import Window
 from ngsgd.models.tdnn import TimeDelayNetwork, TimeLayer
 
 

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
-from ngsgd.models.inputs import Window
-from ngsgd.models.layers import FixedAffine, normalization
+from ngsgd.models.layers import FixedAffine, Window, normalization
 
 Times = npt.NDArray[np.int64]   # ascending
 

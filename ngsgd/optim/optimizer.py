@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.arguments import hints_of, require_state
-from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError
+from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError, has_grown, warn
 from ngsgd.ops.max_change import Limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
 from ngsgd.optim import adamw, updates
 from ngsgd.optim.activity import LimitCounts, StepActivity
 from ngsgd.optim.groups import components, name_of, require_non_negative, require_whole_parameters, set_options
 from ngsgd.optim.rule import Minibatch, Rule, Step
-from ngsgd.user_warnings import has_grown, warn
 
 # name of a group of such parameters
 _OUTSIDE = "(outside of the model)"

@@ -28,8 +28,8 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.counting import counted
 from ngsgd.data import mapped
-from ngsgd.data.cache_names import cache_name
 from ngsgd.data.frames import Side
+from ngsgd.files import cache_name
 from ngsgd.phase import Phase
 from ngsgd.runs.run_folder import RunFolder, folder_of_model
 

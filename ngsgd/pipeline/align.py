@@ -28,9 +28,9 @@ from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.counting import counted
 from ngsgd.data.archives import prepare_archives
-from ngsgd.data.cache_names import cache_name
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
+from ngsgd.files import cache_name
 from ngsgd.interface import option
 from ngsgd.models import build_model
 from ngsgd.object_storage.urls import local_root

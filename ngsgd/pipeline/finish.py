@@ -17,8 +17,7 @@ from ngsgd.config import RunConfig
 from ngsgd.counting import counted
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
-from ngsgd.models.growing import set_stage
-from ngsgd.models.growth_stages import Stages
+from ngsgd.models.growing import Stages, set_stage
 from ngsgd.models.statistics import model_for
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import refined_by_network

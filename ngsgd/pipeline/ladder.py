@@ -23,9 +23,8 @@ from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, SitesConfig
-from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import RunInterrupted
-from ngsgd.files import sha256
+from ngsgd.files import cache_name, sha256
 from ngsgd.models import custom
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input, read

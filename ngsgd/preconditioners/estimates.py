@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, OptimizerStateError
+from ngsgd.errors import ConfigError, OptimizerStateError, has_grown, warn
 from ngsgd.ops.tensors import refuse_sharded
 from ngsgd.preconditioners import states
 from ngsgd.preconditioners.blocks import Blocks, require_parameters, require_supported, skipped_parameters
 from ngsgd.preconditioners.options import MethodArguments, is_due
 from ngsgd.preconditioners.states import OWN, Layout, State, kept, own
-from ngsgd.user_warnings import has_grown, warn
 
 # Attributes of a parameter that estimates depend on.
 _DECISIVE = operator.attrgetter("shape", "dtype", "device", "requires_grad")

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ConfigError, warn
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.estimates import is_finite
 from ngsgd.preconditioners.fisher_recorder import FISHERS, FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.states import Layout, State
-from ngsgd.user_warnings import warn
 
 # Fraction of parameters with plain gradient that triggers a warning.
 _MUCH = 0.3

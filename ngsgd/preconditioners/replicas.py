@@ -17,9 +17,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ngsgd.config.traits import Traits
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ConfigError, warn
 from ngsgd.preconditioners.states import State
-from ngsgd.user_warnings import warn
 
 # Its type stubs lack the functions used here.
 _c10d: Any = torch.distributed.distributed_c10d

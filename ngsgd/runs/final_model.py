@@ -22,8 +22,8 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, read_json, sealed, sha256, unsealed, write_text
 from ngsgd.models import DataStatistics
+from ngsgd.models.build import rebuild
 from ngsgd.models.growing import StagedModel
-from ngsgd.models.saved import rebuild
 from ngsgd.models.statistics import statistics_for
 from ngsgd.runs import trust as permission
 from ngsgd.runs.limits import require_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.models.saved import least_parameters
+from ngsgd.models.build import least_parameters
 
 # maximum archive passes of a run; a plan lists them all, which takes some seconds
 _MAX_PASSES = 5_000_000

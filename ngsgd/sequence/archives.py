@@ -25,17 +25,15 @@ import torch
 from torch import Tensor
 
 from ngsgd.config import AugmentConfig
-from ngsgd.data.cache_names import cache_name
 from ngsgd.data.examples import windows
 from ngsgd.data.fetching.files import Files, LocalFiles
 from ngsgd.data.fetching.publishing import Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.frames import FrameSet
-from ngsgd.data.prefetch import ahead
-from ngsgd.data.reader import EgsReader
+from ngsgd.data.reader import EgsReader, ahead
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import FORMATS, read_json, sealed, shared_directory, unsealed, write_text
+from ngsgd.files import FORMATS, cache_name, read_json, sealed, shared_directory, unsealed, write_text
 from ngsgd.phase import Phase
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph

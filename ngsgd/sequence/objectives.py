@@ -32,10 +32,9 @@ from torch import Tensor, nn
 
 from ngsgd.config import ObjectiveConfig
 from ngsgd.ops.tensors import to_device
-from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
+from ngsgd.sequence.forward_backward import Transitions, expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.numerators import Chains, chain_log_sum
-from ngsgd.sequence.transitions import Transitions
 
 # objf per frame of a sequence without a path of its length, as in Kaldi; its gradient is 0
 _NO_PATH = -10.0

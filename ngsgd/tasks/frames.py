@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader, Minibatch
-from ngsgd.models.growing import StagedModel, network_at, set_stage
-from ngsgd.models.growth_stages import Stage, Stages
+from ngsgd.models.growing import Stage, StagedModel, Stages, network_at, set_stage
 from ngsgd.models.statistics import model_for
 from ngsgd.schedules import DropoutSchedule, Schedule, Shard
 from ngsgd.sequence.archives import SequenceMinibatch, SequenceReader
-from ngsgd.tasks.frame_scores import diagnose, score_subset, summed_loss
-from ngsgd.tasks.gradient_figures import check_layers
+from ngsgd.tasks.frame_scores import check_layers, diagnose, score_subset, summed_loss
 from ngsgd.training.job import WorkItem
 from ngsgd.training.task import Batch, BatchLoss, Evaluation, Growth, ShardGrid, Task
 

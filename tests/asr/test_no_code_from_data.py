@@ -39,8 +39,8 @@ from ngsgd.data.nnet3_examples import read_nnet3_examples
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
 from ngsgd.launcher.config import tuned_file
-from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
 from ngsgd.models.nnet3.network import rebuild
+from ngsgd.models.nnet3.raw_models import model_from_bytes, vector_from_bytes
 from ngsgd.runs import config_file
 from ngsgd.runs.saved_config import read_config
 from ngsgd.schedules import Shard

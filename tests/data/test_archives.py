@@ -25,8 +25,7 @@ from ngsgd.config import AugmentConfig, EgsConfig
 from ngsgd.data.archives import prepare_archives, spliced_utterances
 from ngsgd.data.examples import PIECE_BYTES
 from ngsgd.data.frames import FrameSet, Side
-from ngsgd.data.prefetch import ahead
-from ngsgd.data.reader import EgsReader
+from ngsgd.data.reader import EgsReader, ahead
 from ngsgd.data.storage import ArrayFile, FormatError
 from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import sha256, shared_directory
@@ -259,7 +258,7 @@ def test_a_full_disk_gives_one_message_and_removes_incomplete_archives(tmp_path:
 
 
 def test_a_writer_that_dies_is_reported_and_its_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngsgd.data.write_process.sys.executable", "/bin/false")
+    monkeypatch.setattr("ngsgd.data.examples.sys.executable", "/bin/false")
     with pytest.raises(DataError, match="ended with 1"):
         prepare(tmp_path, config=dataclasses.replace(CONFIG, num_writers=2))
     assert list(tmp_path.iterdir()) == []
@@ -345,7 +344,7 @@ def test_a_checksum_is_made_once_in_a_process_and_again_when_the_file_has_change
     def counted(path: Path) -> str:
         made.append(path.name)
         return sha256(path)
-    monkeypatch.setattr("ngsgd.data.fetching.verified.sha256", counted)
+    monkeypatch.setattr("ngsgd.data.fetching.source.sha256", counted)
     for _ in range(2):
         list(EgsReader(directory).minibatches(Shard(0, 0), 8, seed=0, outer_iter=0, job=0))
     assert made == ["egs.0000.safetensors"]
@@ -379,7 +378,7 @@ def test_a_thread_makes_minibatches_in_advance_and_ends_with_its_reader(tmp_path
     half_read = reader.minibatches(Shard(0, 0), 4, seed=0, outer_iter=0, job=0, prefetch=2)
     next(half_read)
     half_read.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name == "ngsgd-prefetch"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ngsgd-prefetch")]
 
 
 def test_an_error_in_the_items_is_raised_where_it_happened() -> None:

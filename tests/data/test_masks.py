@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ngsgd.config import AugmentConfig
-from ngsgd.data.spec_augment import mask_windows
+from ngsgd.data.reader import mask_windows
 
 WIDTH, DIM = 11, 20
 

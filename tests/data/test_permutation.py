@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ngsgd.data.permutation import Permutation
+from ngsgd.tasks.datasets import Permutation
 
 
 @pytest.mark.parametrize("size", [*range(1, 20), 63, 64, 65, 1000, 4097])

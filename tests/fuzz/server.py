@@ -36,7 +36,7 @@ _MODULES = (
     "hydra", "hydra.main", "omegaconf", "yaml", "scipy",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "kaldi_native_fbank", "kaldifst",
     "kaldi_decoder", "kaldialign", "soxr", "espeakng_loader", "torch._dynamo", "ngsgd.training.storage.audit",
-    "ngsgd.models.nnet3.text", "ngsgd.models.nnet3.network", "ngsgd.cluster.process_pool",
+    "ngsgd.models.nnet3.raw_models", "ngsgd.models.nnet3.network", "ngsgd.cluster.process_pool",
     "ngsgd.runs.final_model", "ngsgd.launcher.mlflow.store", "psutil", "rich.console",
     "ngsgd.launcher.commands.transcribe", "ngsgd.pipeline.decoding.transcribe", "soundfile", "webrtcvad",
 )

@@ -14,9 +14,8 @@ import torch
 from ngsgd.config import ModelConfig
 from ngsgd.data.reader import Minibatch
 from ngsgd.errors import DataError
-from ngsgd.models.input_transform import class_statistics, lda_transform
 from ngsgd.models.layers import FixedAffine
-from ngsgd.models.statistics import model_for, statistics_for
+from ngsgd.models.statistics import class_statistics, lda_transform, model_for, statistics_for
 from tests import toy
 from tests.conftest import Golden
 from tests.reference import models as reference

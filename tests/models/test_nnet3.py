@@ -17,10 +17,9 @@ from torch import nn
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.models.build import build_model
-from ngsgd.models.inputs import DataStatistics, Window
-from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
+from ngsgd.models.layers import DataStatistics, Window
 from ngsgd.models.nnet3.network import describe, rebuild
-from ngsgd.models.nnet3.text import from_text, to_text, vector_from_text, vector_to_text
+from ngsgd.models.nnet3.raw_models import from_text, model_from_bytes, to_text, vector_from_bytes, vector_from_text, vector_to_text
 from tests.reference import nnet3_text
 
 WINDOW, BESIDE = Window(2, 1, 5), Window(2, 1, 5, side_dim=3)

@@ -10,8 +10,7 @@ import torch
 from ngsgd.config import ModelConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.models import DataStatistics, Window, build_model
-from ngsgd.models.growing import StagedModel, network_at, utterance_logits
-from ngsgd.models.growth_stages import Stage, Stages
+from ngsgd.models.growing import Stage, StagedModel, Stages, network_at, utterance_logits
 from tests.reference import models as reference
 
 COUNTS = DataStatistics((500.0, 40.0, 3000.0))

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngsgd import files
 from ngsgd.asr import denominators
 from ngsgd.asr.align import forced_alignment
 from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora import alignments, corpus
 from ngsgd.config import ObjectiveConfig, RunConfig
-from ngsgd.data import cache_names
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
-from ngsgd.files import digest_of_json
 from ngsgd.pipeline import adaptation, align, ladder
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.sequences import uniform_priors
@@ -49,15 +48,16 @@ def settings(source: Path) -> RunConfig:
 def names(config: RunConfig, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     """Prepare everything that has a cache; return the names by kind."""
     found: dict[str, list[str]] = {}
-    digest_of = digest_of_json
+    digest_of = files.digest_of_json
 
     def recorded(tree: Any) -> str:
         digest = digest_of(tree)
-        found.setdefault(tree["kind"], []).append(digest)
+        if {"kind", "version"} <= tree.keys():
+            found.setdefault(tree["kind"], []).append(digest)
         return digest
 
     with monkeypatch.context() as patched:
-        patched.setattr(cache_names, "digest_of_json", recorded)
+        patched.setattr(files, "digest_of_json", recorded)
         data = align.with_alignment(config, cache, silent)
         speech = corpus.prepare(data, config.features, cache, silent)
         tied = with_tied_states(speech, 12, cache, silent)

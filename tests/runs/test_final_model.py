@@ -17,8 +17,7 @@ from ngsgd.config import CombinationConfig, ModelConfig, RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import sealed, sha256, unsealed
 from ngsgd.launcher import cli
-from ngsgd.models.growing import set_stage, utterance_logits
-from ngsgd.models.growth_stages import Stage
+from ngsgd.models.growing import Stage, set_stage, utterance_logits
 from ngsgd.pipeline.finish import wanted_for_combination
 from ngsgd.runs import config_file
 from ngsgd.runs.final_model import DIGESTS, load_final, save_final

@@ -12,7 +12,7 @@ from ngsgd.config import EgsConfig, ModelConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.models import Window, build_model
-from ngsgd.models.saved import least_parameters
+from ngsgd.models.build import least_parameters
 from ngsgd.pipeline import prepare
 from ngsgd.runs import limits
 

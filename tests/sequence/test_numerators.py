@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ngsgd.sequence.forward_backward import log_path_sum
+from ngsgd.sequence.forward_backward import Transitions, log_path_sum
 from ngsgd.sequence.numerators import Chains, chain_log_sum, chain_of
-from ngsgd.sequence.transitions import Transitions
 from tests.reference import chains as reference
 from tests.sequence.graphs import random_graph
 

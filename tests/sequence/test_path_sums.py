@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
-from ngsgd.sequence.transitions import Transitions
+from ngsgd.sequence.forward_backward import Transitions, expected_accuracy, log_path_sum
 from tests.reference.path_sums import enumerated, log_domain
 from tests.sequence.graphs import digit_like_graph, random_graph
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from ngsgd.errors import DataError
 from ngsgd.sequence.graph import StateGraph
-from ngsgd.sequence.unit_ngram import UnitFrames, unit_ngram
+from ngsgd.sequence.ngram import UnitFrames, unit_ngram
 from tests.reference import chains as reference
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from ngsgd.config import EgsConfig, TrackingConfig, check
 from ngsgd.data.reader import Minibatch
 from ngsgd.errors import ConfigError
-from ngsgd.tasks.frame_scores import diagnose
-from ngsgd.tasks.gradient_figures import gradient_figures
+from ngsgd.tasks.frame_scores import diagnose, gradient_figures
 from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from tests.toy import Run, config
 

@@ -29,8 +29,8 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import STATES_PER_PHONE
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.counting import counted
-from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
+from ngsgd.files import cache_name
 from ngsgd.phase import Phase
 
 Matrix = npt.NDArray[np.float64]

@@ -51,8 +51,8 @@ from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, DecodeConfig, FeatureConfig
 from ngsgd.counting import counted
 from ngsgd.data import mapped
-from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
+from ngsgd.files import cache_name
 from ngsgd.phase import Phase, Progress
 
 # increase it if the same settings would give other data, so that old caches are not reused

@@ -17,8 +17,7 @@ from pathlib import Path
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.counting import counted
-from ngsgd.errors import DataError
-from ngsgd.user_warnings import warn
+from ngsgd.errors import DataError, warn
 
 # mark of CMU for further pronunciations of a word: A(2)
 _VARIANT = re.compile(r"(?<=.)\(\d+\)$")

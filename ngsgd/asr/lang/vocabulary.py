@@ -15,9 +15,8 @@ from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import arpa, grammar, lexicon
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE
-from ngsgd.errors import ConfigError, DataError
+from ngsgd.errors import ConfigError, DataError, warn
 from ngsgd.interface import option
-from ngsgd.user_warnings import warn
 
 # decoding weights far beyond all useful values
 MAX_SCALE, MAX_PENALTY = 100.0, 1000.0

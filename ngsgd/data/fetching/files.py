@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ngsgd.data.fetching.node_cache import NodeCache, default_folder
-from ngsgd.data.fetching.source import FileSource, UnsoundFileError
-from ngsgd.data.fetching.verified import is_sound
+from ngsgd.data.fetching.source import FileSource, UnsoundFileError, is_sound
 from ngsgd.data.storage import ArrayFile
 
 T = TypeVar("T")

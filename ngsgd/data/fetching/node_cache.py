@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from ngsgd.data.fetching.source import FileSource, UnsoundFileError, checked_digest
-from ngsgd.data.fetching.verified import note_sound
+from ngsgd.data.fetching.source import FileSource, UnsoundFileError, checked_digest, note_sound
 from ngsgd.errors import NodeCacheError
 from ngsgd.files import cache_folder, sha256
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ngsgd.counting import counted
 from ngsgd.data.fetching.files import SharedFolder
-from ngsgd.data.fetching.source import PREFIX, is_digest
-from ngsgd.data.fetching.verified import is_sound
+from ngsgd.data.fetching.source import PREFIX, is_digest, is_sound
 from ngsgd.errors import DataError
 from ngsgd.files import sha256
 from ngsgd.object_storage.client import ObjectStore

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.models.build import build_model
-from ngsgd.models.inputs import DataStatistics, Window
+from ngsgd.models.layers import DataStatistics, Window
 
 Array = npt.NDArray[np.float32]
 

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.errors import warn
 from ngsgd.files import cache_folder, new_file
-from ngsgd.user_warnings import warn
 
 _VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
             "AVX2": ("-mavx2", "-mfma")}

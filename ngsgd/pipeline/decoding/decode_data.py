@@ -25,11 +25,10 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
 from ngsgd.counting import counted
-from ngsgd.errors import ConfigError, DataError
+from ngsgd.errors import ConfigError, DataError, warn
 from ngsgd.files import new_directory, write_text
 from ngsgd.interface import option
 from ngsgd.phase import Progress
-from ngsgd.user_warnings import warn
 from ngsgd.word_errors import WordErrors
 
 FRAME_S = 0.01

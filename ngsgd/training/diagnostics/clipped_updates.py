@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ngsgd.training.records import OuterIterationRecord
-from ngsgd.training.tracking import Tracker
+from ngsgd.training.records import OuterIterationRecord, Tracker
 
 # the report's red limit; good recipes begin with shares up to 0.65
 _TOO_MANY = 0.9

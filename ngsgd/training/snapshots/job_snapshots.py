@@ -16,13 +16,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ngsgd.errors import warn
 from ngsgd.training.job import Job, WorkItem
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.snapshots.job_state import JobState
 from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header, Packed, unpack
 from ngsgd.training.validation.checksums import digest
-from ngsgd.user_warnings import warn
 
 NUM_BLOCKS = 2
 # before the first measurement; memory that is new to a process is slower than a copy

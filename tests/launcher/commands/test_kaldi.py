@@ -28,9 +28,9 @@ from ngsgd.errors import DataError
 from ngsgd.exports.kaldi import export_language, export_set, updates_of
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.config import compose
-from ngsgd.models.inputs import Window
+from ngsgd.models.layers import Window
 from ngsgd.models.nnet3.network import describe
-from ngsgd.models.nnet3.text import to_text
+from ngsgd.models.nnet3.raw_models import to_text
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.runs import config_file
 from ngsgd.runs.final_model import write_final
