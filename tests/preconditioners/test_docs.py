@@ -11,7 +11,7 @@ import pytest
 def test_the_examples_of_the_documentation_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "preconditioners.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.S)
-    # a loop, ScaledAdam, without a closure, ASDL's interface, its five cases, several processes
-    assert len(examples) == 6
+    # a loop, without a closure, ASDL's interface, its five cases, several processes
+    assert len(examples) == 5
     exec("\n".join(examples), {"__name__": "docs"})
     assert float(capsys.readouterr().out) < 1.4   # log 5 = 1.6 at the start

@@ -19,7 +19,7 @@ from ngsgd.training.records import OuterIterationRecord
 # initial outer iterations of a run from which `extrapolate` predicts the rest
 _WATCHED = 3
 # of Ray's object store: a job and its result are each announced, looked up, requested and sent
-# (docs/multi-node.md)
+# (benchmarks/multi-node.md)
 _RAY_MESSAGES = 7
 
 
