@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
-import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from ngsgd.launcher import cli
 from ngsgd.pipeline.performance_model.multi_gpu import INTERCONNECTS, GpuNode, all_reduce_s, rows
-
-PAGE = Path(__file__).parents[3] / "docs" / "planner.md"
 
 
 def test_a_ring_moves_twice_the_bytes_but_those_of_one_member() -> None:
@@ -45,20 +40,6 @@ def test_synchronous_training_loses_nothing_from_the_bandwidth_of_the_page_on() 
     for factor, is_free in ((1.01, True), (0.99, False)):
         [row] = rows(1e9, 8192, 500, [num_nodes], replace(fast, between=factor * enough))
         assert (row.synchronous == 1.0) is is_free
-
-
-def test_the_tables_of_the_page_match_the_output_of_the_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = re.findall(
-        r"```console\n(ngsgd plan --nodes [^`]*)\n```\n```text\n(.*?)\n```",
-        PAGE.read_text(encoding="utf-8"),
-        re.DOTALL,
-    )
-    assert len(found) >= 3
-    for line, table in found:
-        assert cli.main(shlex.split(line.replace("\\\n", ""))[1:]) == 0
-        assert capsys.readouterr().out.rstrip() == table, f"docs/planner.md: {line}"
 
 
 @pytest.mark.parametrize(
