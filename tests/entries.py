@@ -1,4 +1,4 @@
-"""The support tables in the docs, generated from the tests of each row.
+"""The tables of situations, generated from the tests of each row.
 
 A test carries `@pytest.mark.entry(number, situation, outcome, sentence)`: the number of the entry,
 what a user does, one of `OUTCOMES`, and a sentence about the result. Further tests of an entry
@@ -16,34 +16,43 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTCOMES = ("works", "error")
-PAGE = "docs/reference/situations.md"
-# heading of a table -> the entries it must list
-TABLES: dict[str, tuple[str, ...]] = {
-    "layers": tuple(f"N{n}" for n in range(1, 13)),
-    "loops": tuple(f"L{n}" for n in range(1, 20)),
+# situations of users, and cases of regression tests
+PAGE, CASES = "docs/reference/situations.md", "tests/situations.md"
+# heading of a table -> page, and the entries it must list
+TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "layers": (PAGE, tuple(f"N{n}" for n in range(1, 13))),
+    "loops": (PAGE, tuple(f"L{n}" for n in range(1, 20))),
     "pytorch": (
-        *(f"A{n}" for n in range(1, 14)),
-        *(f"B{n}" for n in range(1, 18)),
-        *(f"P{n}" for n in range(1, 15)),
+        PAGE,
+        (
+            *(f"A{n}" for n in range(1, 14)),
+            *(f"B{n}" for n in range(1, 18)),
+            *(f"P{n}" for n in range(1, 15)),
+        ),
     ),
+    "speech": (PAGE, (*(f"Sp{n}" for n in range(1, 16)), "Nc4", "Nc5", "Nc9", "Nc10")),
+    "kaldi": (PAGE, tuple(f"K{n}" for n in range(1, 16))),
     "cases": (
-        *(f"F{n}" for n in (1, 2, 3, 4, 7, 8, 10, *range(13, 23), 24, 26, 27, 28, 30, 31)),
-        *(f"M{n}" for n in range(1, 8)),
-        *(f"D{n}" for n in range(1, 4)),
-        *("C1", "C3"),
+        CASES,
+        (
+            *(f"F{n}" for n in (1, 2, 3, 4, 7, 8, 10, *range(13, 23), 24, 26, 27, 28, 30, 31)),
+            *(f"M{n}" for n in range(1, 8)),
+            *(f"D{n}" for n in range(1, 4)),
+            *("C1", "C3"),
+        ),
     ),
-    "speech": (*(f"Sp{n}" for n in range(1, 16)), "Nc4", "Nc5", "Nc9", "Nc10"),
-    "kaldi": tuple(f"K{n}" for n in range(1, 16)),
     "runs": (
-        *(f"At{n}" for n in range(1, 7)),
-        *(f"Lo{n}" for n in range(1, 7)),
-        *("C2", "Ra1"),
-        *(f"Nc{n}" for n in (1, 2, 3, 6, 7, 12, 13, 14)),
+        CASES,
+        (
+            *(f"At{n}" for n in range(1, 7)),
+            *(f"Lo{n}" for n in range(1, 7)),
+            *("C2", "Ra1"),
+            *(f"Nc{n}" for n in (1, 2, 3, 6, 7, 12, 13, 14)),
+        ),
     ),
     "options": (
-        *(f"R{n}" for n in range(3, 7)),
-        *(f"S{n}" for n in range(1, 4)),
-        *("Nc8", "Nc11"),
+        CASES,
+        (*(f"R{n}" for n in range(3, 7)), *(f"S{n}" for n in range(1, 4)), "Nc8", "Nc11"),
     ),
 }
 
@@ -92,7 +101,7 @@ def _read(decorator: ast.expr, test: str, found: dict[str, Entry]) -> None:
 def table(name: str, found: dict[str, Entry]) -> str:
     """The table of that name, in Markdown."""
     lines = ["| No. | When you | Outcome | Details |", "|---|---|---|---|"]
-    for number in TABLES[name]:
+    for number in TABLES[name][1]:
         if entry := found.get(number):
             lines.append(f"| {number} | {entry.situation} | {entry.outcome} | {entry.sentence} |")
     return "\n".join(lines)
@@ -100,23 +109,24 @@ def table(name: str, found: dict[str, Entry]) -> str:
 
 def missing(found: dict[str, Entry]) -> list[str]:
     """Numbers that a table must list and no test holds."""
-    return [number for numbers in TABLES.values() for number in numbers if number not in found]
+    return [number for _, numbers in TABLES.values() for number in numbers if number not in found]
 
 
-def with_tables(text: str, found: dict[str, Entry]) -> str:
+def with_tables(text: str, page: str, found: dict[str, Entry]) -> str:
     """The page with its tables made again; each stands between two marks."""
-    for name in TABLES:
+    for name in (name for name, (where, _) in TABLES.items() if where == page):
         marks = rf"(<!-- entries: {name} -->\n).*?(<!-- end of entries -->)"
         body = table(name, found).replace("\\", r"\\")
         text, count = re.subn(marks, rf"\g<1>{body}\n\g<2>", text, count=1, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"{PAGE} has no place for the table {name}")
+            raise ValueError(f"{page} has no place for the table {name}")
     return text
 
 
 if __name__ == "__main__":
-    file = ROOT / PAGE
-    file.write_text(with_tables(file.read_text(), entries()))
+    for page in (PAGE, CASES):
+        file = ROOT / page
+        file.write_text(with_tables(file.read_text(), page, entries()))
     # tables whose source is imported: cells with networks, and a list of command lines
     from tests.launcher.commands import mistakes
     from tests.preconditioners import support

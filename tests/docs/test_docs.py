@@ -72,6 +72,7 @@ def test_every_test_named_by_the_fault_matrix_exists() -> None:
             assert not test or f"def {test}(" in path.read_text(encoding="utf-8"), cited
 
 
-def test_the_table_of_situations_matches_the_tests() -> None:
-    text = (ROOT / entries.PAGE).read_text(encoding="utf-8")
-    assert entries.with_tables(text, entries.entries()) == text, "run python -m tests.entries"
+@pytest.mark.parametrize("page", [entries.PAGE, entries.CASES])
+def test_the_tables_of_situations_match_the_tests(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert entries.with_tables(text, page, entries.entries()) == text, "run python -m tests.entries"
