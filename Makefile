@@ -51,7 +51,7 @@ run-test: $(STAMP)
 run-test-all: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),4) tests $(ARGS)
 
-gpu: $(STAMP)  ## check and measure on a GPU, one JSON file and docs/devices.md (8 min); make gpu ARGS=--dry-run for the CPU
+gpu: $(STAMP)  ## check and measure on a GPU, one JSON file and benchmarks/gpu/RESULTS.md (8 min); make gpu ARGS=--dry-run for the CPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (20 min)
@@ -66,8 +66,8 @@ nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, 
 slurm: $(STAMP)  ## a real Slurm on nodes of that kind: time limit, preemption, scancel (root, slurm-wlm and munge, 10 min)
 	OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.nodes.slurm $(ARGS)
 
-chaos: $(STAMP)  ## break all that can break, in 161 cases, and write the table into docs/fault-tests.md (10 min)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write docs/fault-tests.md $(ARGS)
+chaos: $(STAMP)  ## break all that can break, in 161 cases, and write the table into benchmarks/fault-matrix.md (10 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write benchmarks/fault-matrix.md $(ARGS)
 
 soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what is left of the speed; make soak ARGS="--minutes 5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak $(ARGS)
@@ -88,7 +88,7 @@ fault-simulation-nightly: $(STAMP)  ## 50,000 seeds of simulated faults (45 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --processes 2 --seeds 50000 $(ARGS)
 
 fault-mutants: $(STAMP)  ## plant bugs in coordinator, ledger and checkpoints and let simulated faults find them (10 min)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_mutants --write docs/fault-simulation.md $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_mutants --write benchmarks/fault-mutants.md $(ARGS)
 
 reference: $(STAMP)  ## write the pages of docs/reference that are made from the code
 	$(BIN)/python -m ngsgd.launcher.reference docs/reference

@@ -42,9 +42,9 @@ def settings() -> Iterator[str]:
         "reference` from `ngsgd/config`.\n")
     about = {one.path: one for one in describe.options()}
     yield "## Most used\n"
-    yield "| setting | default | description |\n|---|---|---|"
-    for path in texts.MOST_USED:
-        yield f"| [`{path}`](#{path}) | `{about[path].default}` | {_cell(about[path].about)} |"
+    yield textwrap.fill(
+        ", ".join(f"[`{path}`](#{path})" for path in texts.MOST_USED) + ".", 100,
+        break_long_words=False, break_on_hyphens=False)
     yield "\n## Groups\n"
     yield "A group sets several of the settings below: `ngsgd train GROUP=CHOICE`.\n"
     yield "| group | choices |\n|---|---|"

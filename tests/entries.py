@@ -1,4 +1,4 @@
-"""The support tables in the docs, generated from the tests of each row.
+"""The tables of situations, generated from the tests of each row.
 
 A test carries `@pytest.mark.entry(number, situation, outcome, sentence)`: the number of the entry,
 what a user does, one of `OUTCOMES`, and a sentence about the result. Further tests of an entry
@@ -16,22 +16,53 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTCOMES = ("works", "error")
+# situations of users, and cases of regression tests
+PAGE, CASES = "docs/reference/situations.md", "tests/situations.md"
 # heading of a table -> page, and the entries it must list
 TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pytorch": ("docs/pytorch.md", (*(f"A{n}" for n in range(1, 14)),
-                                    *(f"B{n}" for n in range(1, 18)),
-                                    *(f"P{n}" for n in range(1, 15)))),
-    "cases": ("docs/pytorch.md", (*(f"F{n}" for n in (1, 2, 3, 4, 7, 8, 10, *range(13, 23), 24, 26, 27, 28, 30, 31)),
-                                  *(f"M{n}" for n in range(1, 8)),
-                                  *(f"D{n}" for n in range(1, 4)),
-                                  "C1", "C3")),
-    "speech": ("docs/data.md", (*(f"Sp{n}" for n in range(1, 16)), "Nc4", "Nc5", "Nc9", "Nc10")),
-    "runs": ("docs/fault-tests.md", (*(f"At{n}" for n in range(1, 7)), *(f"Lo{n}" for n in range(1, 7)), "C2", "Ra1",
-                                     *(f"Nc{n}" for n in (1, 2, 3, 6, 7, 12, 13, 14)))),
-    "loops": ("docs/pytorch.md", tuple(f"L{n}" for n in range(1, 20))),
-    "layers": ("docs/natural-gradient.md", tuple(f"N{n}" for n in range(1, 13))),
-    "kaldi": ("docs/kaldi.md", tuple(f"K{n}" for n in range(1, 16))),
-    "options": ("docs/reference/options.md", (*(f"R{n}" for n in range(3, 7)), *(f"S{n}" for n in range(1, 4)), "Nc8", "Nc11")),
+    "layers": (PAGE, tuple(f"N{n}" for n in (2, *range(8, 13)))),
+    "loops": (PAGE, tuple(f"L{n}" for n in range(1, 20))),
+    "pytorch": (
+        PAGE,
+        (
+            *(f"A{n}" for n in (1, *range(4, 13))),
+            *(f"B{n}" for n in (1, *range(3, 6), *range(7, 14), *range(15, 18))),
+            *(f"P{n}" for n in (*range(4, 11), *range(12, 15))),
+        ),
+    ),
+    "speech": (PAGE, tuple(f"Sp{n}" for n in (*range(1, 4), *range(5, 14), 15))),
+    "kaldi": (PAGE, tuple(f"K{n}" for n in (1, *range(4, 9), *range(10, 14), 15))),
+    # described on the page of their topic
+    "described": (
+        CASES,
+        (
+            *(f"N{n}" for n in (1, 3, 4, 5, 6, 7)),
+            *("A2", "A3", "A13", "B2", "B6", "B14", "P1", "P2", "P3", "P11"),
+            *("Sp4", "Sp14", "Nc4", "Nc5", "Nc9", "Nc10", "K2", "K3", "K9", "K14"),
+        ),
+    ),
+    "cases": (
+        CASES,
+        (
+            *(f"F{n}" for n in (1, 2, 3, 4, 7, 8, 10, *range(13, 23), 24, 26, 27, 28, 30, 31)),
+            *(f"M{n}" for n in range(1, 8)),
+            *(f"D{n}" for n in range(1, 4)),
+            *("C1", "C3"),
+        ),
+    ),
+    "runs": (
+        CASES,
+        (
+            *(f"At{n}" for n in range(1, 7)),
+            *(f"Lo{n}" for n in range(1, 7)),
+            *("C2", "Ra1"),
+            *(f"Nc{n}" for n in (1, 2, 3, 6, 7, 12, 13, 14)),
+        ),
+    ),
+    "options": (
+        CASES,
+        (*(f"R{n}" for n in range(3, 7)), *(f"S{n}" for n in range(1, 4)), "Nc8", "Nc11"),
+    ),
 }
 
 
@@ -78,12 +109,10 @@ def _read(decorator: ast.expr, test: str, found: dict[str, Entry]) -> None:
 
 def table(name: str, found: dict[str, Entry]) -> str:
     """The table of that name, in Markdown."""
-    _, numbers = TABLES[name]
-    lines = ["| No. | When you | Outcome | Details | Test |", "|---|---|---|---|---|"]
-    for number in numbers:
+    lines = ["| No. | When you | Outcome | Details |", "|---|---|---|---|"]
+    for number in TABLES[name][1]:
         if entry := found.get(number):
-            more = f" and {len(entry.tests) - 1} more" if len(entry.tests) > 1 else ""
-            lines.append(f"| {number} | {entry.situation} | {entry.outcome} | {entry.sentence} | `{entry.tests[0]}`{more} |")
+            lines.append(f"| {number} | {entry.situation} | {entry.outcome} | {entry.sentence} |")
     return "\n".join(lines)
 
 
@@ -94,26 +123,22 @@ def missing(found: dict[str, Entry]) -> list[str]:
 
 def with_tables(text: str, page: str, found: dict[str, Entry]) -> str:
     """The page with its tables made again; each stands between two marks."""
-    for name, (where, _) in TABLES.items():
-        if where == page:
-            marks = rf"(<!-- entries: {name} -->\n).*?(<!-- end of entries -->)"
-            body = table(name, found).replace("\\", r"\\")
-            text, count = re.subn(marks, rf"\g<1>{body}\n\g<2>", text, count=1, flags=re.DOTALL)
-            if count != 1:
-                raise ValueError(f"{page} has no place for the table {name}")
+    for name in (name for name, (where, _) in TABLES.items() if where == page):
+        marks = rf"(<!-- entries: {name} -->\n).*?(<!-- end of entries -->)"
+        body = table(name, found).replace("\\", r"\\")
+        text, count = re.subn(marks, rf"\g<1>{body}\n\g<2>", text, count=1, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{page} has no place for the table {name}")
     return text
 
 
-def pages() -> list[str]:
-    return sorted({page for page, _ in TABLES.values()})
-
-
 if __name__ == "__main__":
-    for page in pages():
+    for page in (PAGE, CASES):
         file = ROOT / page
         file.write_text(with_tables(file.read_text(), page, entries()))
     # tables whose source is imported: cells with networks, and a list of command lines
     from tests.launcher.commands import mistakes
     from tests.preconditioners import support
+
     support.PAGE.write_text(support.with_table(support.PAGE.read_text()))
     mistakes.PAGE.write_text(mistakes.with_table(mistakes.PAGE.read_text()))

@@ -4,7 +4,7 @@
     skipped
     python -m benchmarks.gpu --dry-run             the same program on the CPU, with small sizes
     python -m benchmarks.gpu --only steps memory   these parts, also where they are finished
-    python -m benchmarks.gpu --page                write docs/devices.md from benchmarks/gpu/results
+    python -m benchmarks.gpu --page                write benchmarks/gpu/RESULTS.md from benchmarks/gpu/results
 
 Needs torch and numpy.  A part whose packages are missing is skipped with its reason.
 """
@@ -70,7 +70,7 @@ def _options() -> argparse.Namespace:
         metavar="DIR",
         help="folder of the JSON file (default: benchmarks/gpu/results; runs/gpu with --dry-run)",
     )
-    parser.add_argument("--page", action="store_true", help="write docs/devices.md and end")
+    parser.add_argument("--page", action="store_true", help="write benchmarks/gpu/RESULTS.md and end")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     return parser.parse_args()
 

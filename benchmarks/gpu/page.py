@@ -1,4 +1,4 @@
-"""docs/devices.md, written from the JSON files in benchmarks/gpu/results."""
+"""benchmarks/gpu/RESULTS.md, written from the JSON files in benchmarks/gpu/results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.gpu import machine
 from benchmarks.gpu.parts import PARTS
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = machine.ROOT / "docs" / "devices.md"
+PAGE = RESULTS.parent / "RESULTS.md"
 _HIDDEN = ("case", "status", "wall_s", "message", "net", "batch", "optimizer")
 _HEAD = """\
 # What ran on which device
 
 This page is written by `python -m benchmarks.gpu --page` from the files in
-[benchmarks/gpu/results](../benchmarks/gpu/results); a test compares them.
+[results](results); a test compares them.
 
     make gpu                    # all parts, at most 8 minutes on one GPU
     make gpu ARGS=--dry-run     # the same program on the CPU, with small sizes; CI runs it

@@ -7,7 +7,7 @@
     python -m benchmarks.paper many-jobs an4-relu --source AN4 --jobs 1 16 32 --seeds 0 1 2 3 4
     python -m benchmarks.paper compression an4-relu --source AN4 --jobs 8
     python -m benchmarks.paper clock an4-relu --source AN4
-    python -m benchmarks.paper report [--page docs/results.md]
+    python -m benchmarks.paper report [--page benchmarks/paper/RESULTS.md]
 
 `run` first searches each method's learning rate, then runs every cell that benchmarks/paper/results
 does not have; it may be interrupted and repeated.  Jobs are simulated: one process runs them one
@@ -108,7 +108,7 @@ def _options() -> argparse.Namespace:
         one.add_argument("--outers", nargs="+", choices=list(OUTERS), default=list(MATRIX_OUTERS))
         one.add_argument("--jobs", type=int, nargs="+", default=list(JOBS))
         one.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    commands.add_parser("report").add_argument("--page", type=Path, default=Path("docs/results.md"))
+    commands.add_parser("report").add_argument("--page", type=Path, default=Path("benchmarks/paper/RESULTS.md"))
     return parser.parse_args()
 
 

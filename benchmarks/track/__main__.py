@@ -3,7 +3,7 @@
     python -m benchmarks.track run digits [--entries adamw muon]
     python -m benchmarks.track run an4 --source AN4 [--entries adamw muon]
     python -m benchmarks.track cost                    # time of a step, compared with plain SGD
-    python -m benchmarks.track board [--page docs/results.md]
+    python -m benchmarks.track board [--page benchmarks/track/RESULTS.md]
 
 `run` trains what the results do not have yet. It may be stopped and repeated, and several may run
 at once with different tasks. Each run appends one line with all its settings to
@@ -47,7 +47,7 @@ def _options() -> argparse.Namespace:
     for command in (run, timed):
         command.add_argument("--entries", nargs="+", choices=names, metavar="NAME")
     write = commands.add_parser("board", help="write the tables")
-    write.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    write.add_argument("--page", type=Path, default=Path("benchmarks/track/RESULTS.md"))
     return parser.parse_args()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ngsgd.planning.formulas import Link, Spread, straggler_factor, travel_time_s
 
 # of Ray's object store: a job and its result are each announced, looked up, requested and sent
-# (docs/multi-node.md)
+# (benchmarks/multi-node.md)
 _RAY_MESSAGES = 7
 
 

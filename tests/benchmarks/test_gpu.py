@@ -146,7 +146,7 @@ def test_the_dry_run_passes(tmp_path: Path) -> None:
 
 def test_the_page_is_written_from_the_files() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.text(page.read()), (
-        "docs/devices.md: python -m benchmarks.gpu --page"
+        "benchmarks/gpu/RESULTS.md: python -m benchmarks.gpu --page"
     )
 
 

@@ -1,4 +1,4 @@
-"""docs/results.md matches the results of the runs, and its commands run."""
+"""benchmarks/paper/RESULTS.md matches the results of the runs, and its commands run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_a_line_of_results_has_the_key_of_its_settings(task: str) -> None:
 
 @pytest.mark.slow
 def test_the_page_matches_the_results(tmp_path: Path) -> None:
-    kept = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    kept = (ROOT / "benchmarks" / "paper" / "RESULTS.md").read_text(encoding="utf-8")
     page = tmp_path / "results.md"
     page.write_text(kept, encoding="utf-8")
     report.write(page)
-    assert page.read_text(encoding="utf-8") == kept, "docs/results.md: run python -m benchmarks.paper report"
+    assert page.read_text(encoding="utf-8") == kept, "benchmarks/paper/RESULTS.md: run python -m benchmarks.paper report"
 
 
 def test_pairs_of_optimizers_get_the_best_rate_for_their_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

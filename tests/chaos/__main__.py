@@ -2,7 +2,7 @@
 
     python -m tests.chaos [--only WORD] [--write FILE]
 
-`--write` puts the table between the two marks of a file, such as docs/fault-tests.md. Ends with
+`--write` puts the table between the two marks of a file, such as benchmarks/fault-matrix.md. Ends with
 code 1 if a case failed.
 """
 

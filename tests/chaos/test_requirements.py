@@ -1,4 +1,4 @@
-"""Requirements of fault tolerance beyond the matrix; docs/fault-tests.md maps requirements to
+"""Requirements of fault tolerance beyond the matrix; benchmarks/fault-matrix.md maps requirements to
 tests.
 """
 

@@ -1,4 +1,4 @@
-"""Places where the host waits for a device, and how often: the table of docs/gpu.md.
+"""Places where the host waits for a device, and how often: the table of benchmarks/gpu/waits.md.
 
     python -m tests.device.waits          # rewrites the table
 """
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "gpu" / "waits.md"
 MEASURED = 16  # steps
 
 

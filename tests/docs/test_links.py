@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, anchors, clicks, links, name
+from tests.docs.pages import FENCE, PAGES, ROOT, anchors, clicks, links, name
 
 MAX_CLICKS = 3
+_FOLDERS = "ngsgd|launcher|tests|conf|benchmarks|recipes|examples|docs|docker|tools"
+_PATH = re.compile(rf"`((?:{_FOLDERS})/[\w./-]+)(?:::\w+)?`")
+# files that a reader makes, and names to fill in
+_OF_A_READER = re.compile(r"recipes/mine/|conf/model/cnn\.yaml|NAME|SECTION")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -17,6 +21,14 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     broken = [f"{name(target) if target.is_relative_to(ROOT) else target}#{anchor}" for target, anchor in links(page)
               if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target))]
     assert broken == []
+
+
+def test_paths_in_the_text_exist() -> None:
+    found = [(name(page), path) for page in PAGES if page.name != "CHANGELOG.md"
+             for path in _PATH.findall(FENCE.sub("", page.read_text(encoding="utf-8")))]
+    assert len(found) > 100
+    assert [(page, path) for page, path in found
+            if not (ROOT / path).exists() and not _OF_A_READER.search(path)] == []
 
 
 def test_every_page_is_within_three_clicks_of_readme() -> None:
