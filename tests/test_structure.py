@@ -68,7 +68,7 @@ def _defined(module: ast.Module) -> set[str]:
         elif isinstance(node, ast.arg):
             names.add(node.arg)
         elif isinstance(node, ast.Assign) and "__slots__" in map(ast.unparse, node.targets):
-            names |= {inner.value for inner in ast.walk(node.value) if isinstance(inner, ast.Constant)}
+            names |= {str(inner.value) for inner in ast.walk(node.value) if isinstance(inner, ast.Constant)}
     return {name for name in names if _PRIVATE.match(name)} - _PUBLIC_IN_PRACTICE
 
 

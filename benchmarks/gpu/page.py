@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import machine
 from benchmarks.gpu.parts import PARTS
 
 RESULTS = Path(__file__).parent / "results"

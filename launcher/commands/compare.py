@@ -51,9 +51,9 @@ def command(arguments: Sequence[str]) -> int:
         figures.save(figure, Path(options.png))
     if options.json:
         objf = comparison.common_objf(runs)
-        about = {"page": str(target), "verdict": word, "sentence": sentence, "common_objf": objf,
+        found = {"page": str(target), "verdict": word, "sentence": sentence, "common_objf": objf,
                  "final_models": same and asdict(same)}
-        print(json.dumps({**about, "runs": [run.figures(objf) for run in runs]}, indent=1))
+        print(json.dumps({**found, "runs": [run.figures(objf) for run in runs]}, indent=1))
     else:
         verdict = [sentence, *([same.sentence] if same else [])]
         print(printable("\n".join([*verdict, "", *_text_table(runs, measure), f"page {target}"])))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ngsgd.errors import FailureKind, failure_kind
 from ngsgd.files import read_json
-from ngsgd.launcher.help import COMMANDS
+from ngsgd.launcher.registry import COMMANDS
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked
 from ngsgd.launcher.why.causes import KILLED, MAY_HELP, WORKLOAD, of_error, of_worker
@@ -133,7 +133,7 @@ def _of_command(record: Mapping[str, Any]) -> dict[str, str]:
     """How to repeat a command that failed, its help, and how to install a missing package."""
     words = [*record.get("words", ()), "", ""]
     # of a wrong command, there is no help
-    name = words[1] if words[1] in COMMANDS else ""
+    name = words[1] if words[1] in {one.name for one in COMMANDS} else ""
     return {"repeat": str(record.get("command", "")), "help": f"ngsgd {name} --help".replace("  ", " "),
             "install": str(record.get("install", "pip install PACKAGE"))}
 

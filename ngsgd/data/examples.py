@@ -229,7 +229,8 @@ def _on_disk(array: np.ndarray[Any, Any], path: Path) -> list[Any]:
 def main() -> None:
     """Write the archives that standard input names."""
     arrays, numbers, targets = json.loads(sys.stdin.readline())
-    found: dict[str, Any] = {name: np.memmap(*place, tuple(shape)) for name, (*place, shape) in arrays.items()}
+    found: dict[str, Any] = {name: np.memmap(file, dtype, mode, offset, tuple(shape))
+                             for name, (file, dtype, mode, offset, shape) in arrays.items()}
     source = ExampleSource(**{"weight_T": None, **found}, **numbers)
     try:
         answer: dict[str, Any] = {"entries": [write_archive(source, begin, end, Path(path)) for path, begin, end in targets]}

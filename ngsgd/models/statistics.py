@@ -191,8 +191,9 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
     dimensions by default, with a mild floor instead of full whitening; Kaldi's
     nnet2/get-feature-transform.cc. The sign of each row is arbitrary.
 
-    With the total covariance T, the between-class one B, W = T - B = L L^T and the eigenvalues l of L^-1 B L^-T = U diag(l) U^T, descending, row i
-    of U^T L^-1 is scaled by sqrt((f + l_i) / (1 + l_i)).
+    With the total covariance T, the between-class one B, W = T - B = L L^T and the eigenvalues l of
+    L^-1 B L^-T = U diag(l) U^T, descending, row i of U^T L^-1 is scaled by
+    sqrt((f + l_i) / (1 + l_i)).
 
     Args:
         total_DD: covariance of all rows.

@@ -33,7 +33,7 @@ from ngsgd.pipeline.base_run import BaseRun
 from ngsgd.pipeline.score import word_errors
 from ngsgd.pipeline.services import Report, Services
 from ngsgd.runs.run_folder import RunFolder, folder_of_model, run_to_continue
-from ngsgd.runs.rungs import Rung, Stopwatch, stored
+from ngsgd.runs.rungs import Errors, Rung, Stopwatch, stored
 from ngsgd.training.records import FinalReport, Trackers
 from ngsgd.word_errors import WordErrors
 
@@ -155,11 +155,11 @@ def _labels_of(model: str) -> str:
     return RunFolder(folder_of_model(model)).alignment()
 
 
-def _errors_of_mixtures(config: RunConfig, corpus: Corpus, adaptation: Path) -> tuple[str, str]:
+def _errors_of_mixtures(config: RunConfig, corpus: Corpus, adaptation: Path) -> Errors:
     """Errors of the mixtures that the transforms were estimated with, as of Kaldi's tri3."""
     mixtures = read(adaptation, corpus.num_pdfs).adapted
     if mixtures is None:
-        return "", ""
+        return None, None
     return word_errors(corpus, config.decode, {
         utt_id: mixtures.log_likelihood(x_TD.astype(np.float64))
         for one in (corpus.valid, corpus.test)

@@ -97,6 +97,7 @@ def main() -> int:
             events = read_json_lines(Path(report.files["events"]))
             reasons = [job["reason"] for event in events for job in event.get("jobs", ())
                        if job["reason"]]
+            assert report.test_errors
             print(f"{_Damaging.name}: WER {report.test_errors.wer:.1f} %, "
                   f"rejected: {'; '.join(reasons) or 'none'}", flush=True)
     return 0

@@ -97,7 +97,8 @@ class PoolThatWaitsForSnapshots(PoolThatLosesWorkers):
     """Kills a worker after the first snapshot of its job."""
 
     def submit_to(self, job: Job, worker: int) -> None:
-        lend, taken = self._snapshots.lend, []
+        lend = self._snapshots.lend
+        taken: list[Any] = []
 
         def remember(job: Job, worker: int) -> Any:
             taken.append(lend(job, worker))

@@ -90,7 +90,7 @@ def test_the_number_of_leaves_grows_with_the_root_of_the_speech_frames() -> None
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"name": "a"}', '{"name": "a", "seconds": "x"}'])
 def test_rungs_are_read_back_and_damaged_ones_are_none(tmp_path: Path, damaged: str) -> None:
-    made = rungs.Stopwatch("flat start").stored(tmp_path / "ali.npz", ("valid", "test"))
+    made = rungs.Stopwatch("flat start").stored(tmp_path / "ali.npz", (WordErrors(4, 0, 1, 1), None))
     assert rungs.stored(tmp_path / "ali.npz") == [made]
     (tmp_path / "ali.rung.json").write_text(damaged)
     assert rungs.stored(tmp_path / "ali.npz") == []

@@ -26,7 +26,7 @@ from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.launcher.text import duration
 from ngsgd.planning.formulas import Link, Spread
 from ngsgd.planning.simulated_cluster import Expected, SimulatedCluster, expected
-from ngsgd.training.records import OuterIterationRecord, SubsetScore
+from ngsgd.training.records import OuterIterationRecord, SubsetScore, Tracker
 
 # these import torch, which would slow down --help
 if TYPE_CHECKING:

@@ -248,7 +248,7 @@ class PoolThatDisturbs(PoolThatCounts):
         self.which = which   # the first forms the group, the second uses it
         self.num_reductions = 0
 
-    def _ask(self, questions: Mapping[int, object], timeout_s: float, when_lost: Callable[[], None] = lambda: None
+    def _ask(self, questions: Mapping[int, Any], timeout_s: float, when_lost: Callable[[], None] = lambda: None
              ) -> dict[int, object]:
         if any(isinstance(question, MeanRequest) for question in questions.values()):
             self.num_reductions += 1
@@ -289,7 +289,7 @@ def test_no_worker_waits_for_one_that_dies_while_the_group_forms(tmp_path: Path)
 class PoolThatWakes(PoolThatDisturbs):
     """The stopped worker continues as soon as the others have given up on it."""
 
-    def _take(self, slot: Any, message: object) -> None:
+    def _take(self, slot: Any, message: Any) -> None:
         super()._take(slot, message)
         if isinstance(message, GroupFailure):
             os.kill(self.process_ids()[1], signal.SIGCONT)

@@ -74,7 +74,7 @@ def make_run(
 def decode_files(run: Path, wer: float) -> None:
     """Results of two utterances with a deletion, a substitution and an insertion."""
     (run / "decode").mkdir()
-    about = {
+    about: dict[str, Any] = {
         "valid": asdict(VALID_ERRORS),
         "test": asdict(TEST_ERRORS),
         "test_interval_95": {"low": wer - 1, "high": wer + 1},
