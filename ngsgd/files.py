@@ -349,7 +349,7 @@ DIGEST, FORMAT = "sha256_of_index", "format"
 # Index -> number of its format. Increase it when the entries or their meaning change: no file of
 # another format is read.
 FORMATS = {"archives": 2, "arrays": 1, "bundle": 1, "checkpoint": 3, "copies": 1, "corpus": 1, "error": 1,
-           "final model": 1, "fingerprint": 1, "i-vectors": 1, "lease": 1, "ledger": 1, "plan": 1,
+           "final model": 1, "fingerprint": 1, "i-vectors": 1, "lease": 1, "ledger": 1,
            "prepared data": 1, "results": 1, "sequences": 1, "site": 1, "stored run": 1}
 
 

@@ -130,7 +130,7 @@ class Schedule:
     def _warm_up(self, outer_iter: int, passes_done: int) -> float:
         """Return the factor of the warm-up in the middle of an outer iteration; it is above 0."""
         done = (passes_done + 0.5 * self.num_jobs(outer_iter)) / self.num_passes
-        return 1.0 if done >= self.warm_up else done / self.warm_up
+        return done / self.warm_up if done < self.warm_up and self.warm_up else 1.0
 
     def _lr_factor(self, fraction: float) -> float:
         """Return the factor of `lr_factors` at a fraction of the processed data."""

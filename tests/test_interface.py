@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # `ngsgd.launcher` is the command line, but `ngsgd.train` also uses its clusters and trackers
 LIBRARY = [*(path for path in sorted((ROOT / "ngsgd").rglob("*.py")) if "launcher" not in path.relative_to(ROOT).parts),
            *(ROOT / "launcher" / name for name in (
-               "ray/pool.py", "ray/worker.py", "ray/cluster.py", "ray/folders.py", "ray/head.py", "ray/node_data.py",
+               "ray/pool.py", "ray/worker.py", "ray/cluster.py", "ray/folders.py", "ray/node_data.py",
                "mlflow/tracker.py", "mlflow/store.py", "reports/progress.py", "signals.py"))]
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # flags of a command that the text contains: ours, which anybody can run, or another program's

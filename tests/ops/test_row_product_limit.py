@@ -78,7 +78,7 @@ def test_layer_steps_equal_kaldis_nnet2(case: str, dtype: torch.dtype, monkeypat
     def recorded(*args: Any) -> Tensor:
         factors.append(float(row_product_factor(*args)))
         return row_product_factor(*args)
-    monkeypatch.setattr("ngsgd.optim.ngsgd.row_product_factor", recorded)
+    monkeypatch.setattr("ngsgd.optim.natural_gradient.row_product_factor", recorded)
     for t in range(config["T"]):
         X, dY = minibatch(case, t, dtype)
         optimizer.zero_grad()

@@ -25,7 +25,7 @@ from ngsgd.runs.run_folder import RunFolder, with_digest
 from ngsgd.tasks.frames import stages_of
 from tests import toy
 
-EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TDNN = ModelConfig(kind="tdnn", num_layers=2, hidden_dim=16, normalize="batchnorm", tdnn_offsets="-1,0,1 -1,0")
 MODELS = {
     "relu": ModelConfig(num_layers=2, hidden_dim=16),
