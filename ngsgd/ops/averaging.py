@@ -70,7 +70,8 @@ def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: S
     tensors = [state[name].detach() for state in states.values()]
     mean = f"{name.removesuffix('running_var')}running_mean" if name.rpartition(".")[2] == "running_var" else name
     means = [state[mean].detach() if mean in state else tensors[0] for state in states.values()]
-    if len(tensors) > 1 and all(_is_equal(one[0], each) for one in (tensors, means) for each in one[1:]):
+    if len(tensors) > 1 and all(torch.equal(_comparable(one[0]), _comparable(each.to(one[0].device)))
+                                for one in (tensors, means) for each in one[1:]):
         return tensors[0].clone()
     for index, tensor in zip(states, tensors, strict=True):
         if not bool(_comparable(tensor).isfinite().all()):
@@ -79,10 +80,6 @@ def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: S
     if mean != name and len(tensors) > 1 and means[0].shape == tensors[0].shape:
         return _pooled(means, tensors, shares)
     return _mean_tensor(tensors, shares)
-
-
-def _is_equal(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(_comparable(first), _comparable(second.to(first.device)))
 
 
 def _comparable(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ ones have no few large elements, so the number of elements counts for more than 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +99,10 @@ def encode(vector: Vector, codec: Codec) -> Encoded:
     codes, peaks = np.empty(num_codes, np.uint8), np.empty(num_peaks // 4, np.float32)
     for first in range(0, len(peaks), _ROWS_AT_ONCE):
         part = vector[first * ROW_LENGTH:(first + _ROWS_AT_ONCE) * ROW_LENGTH]
-        _require_finite(part, first * ROW_LENGTH, len(vector))
+        if not (finite := np.isfinite(part)).all():
+            index = int(np.argmin(finite))
+            raise ValueError(f"element {first * ROW_LENGTH + index} of {len(vector)} is {part[index]}; only finite numbers can be "
+                             "encoded")
         rows = np.zeros((-(-len(part) // ROW_LENGTH), ROW_LENGTH), np.float32)
         rows.reshape(-1)[:len(part)] = part
         some, peaks[first:first + len(rows)] = (_int8_codes if codec == "int8" else _sparse_codes)(rows)
@@ -159,10 +162,3 @@ def _sparse_codes(rows: Vector) -> tuple[Bytes, Vector]:
     digits = np.where(is_sent, 1 + 2 * places + (values < 0.0), 0).astype(np.uint64)
     words = (digits.reshape(len(rows), -1, _GROUPS_PER_WORD) * _POWERS).sum(axis=2, dtype=np.uint64)
     return words.astype("<u8").view(np.uint8), magnitudes
-
-
-def _require_finite(part: npt.NDArray[Any], first: int, size: int) -> None:
-    finite = np.isfinite(part)
-    if not finite.all():
-        index = int(np.argmin(finite))
-        raise ValueError(f"element {first + index} of {size} is {part[index]}; only finite numbers can be encoded")

@@ -41,3 +41,7 @@ __all__ = [
     "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon",
     "Preconditioner", "Shampoo", "SimpleNG", "UnitWiseNG",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

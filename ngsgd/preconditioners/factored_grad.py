@@ -120,7 +120,9 @@ class RowGradients(TorchFunctionMode):
         self._biases = biases
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is nn.functional.linear and _is_plain_pass():
+        # not under torch.func or inside a recomputed checkpoint
+        if func is nn.functional.linear and torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None \
+                and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
             x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
             name, own_bias = self._bias_of.get(id(weight), ("", None))
             if name and own_bias is bias and x.ndim > 1:
@@ -183,12 +185,6 @@ class _LinearWithRows(torch.autograd.Function):
             bias = e_XO.sum(dim=0) if ctx.has_bias and not ctx.joined else None
         ctx.place.waiting = a_XI.detach(), e_XO.detach()
         return dx, None, bias, e.new_empty(0).to(weight.dtype), None, None
-
-
-def _is_plain_pass() -> bool:
-    """Return whether to record calls: not under torch.func or inside a recomputed checkpoint."""
-    return torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None \
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: A002

@@ -167,7 +167,7 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     flags = _all_flags(flags)
     name = f"{source.stem}-{made_of(source, *flags)[:16]}.so"
     problems.pop(source.name, None)
-    if found := _cached(name):
+    if found := next((one for folder in _folders() if (one := _loaded(folder / name))), None):
         return found
     if not _console.has_announced:
         _console.has_announced = True
@@ -220,10 +220,6 @@ def _folders() -> Iterator[Path]:
     # without a folder for temporary files
     with contextlib.suppress(OSError):
         yield Path(tempfile.gettempdir()) / f"ngsgd-kernels-{os.geteuid()}"
-
-
-def _cached(name: str) -> ctypes.CDLL | None:
-    return next((found for folder in _folders() if (found := _loaded(folder / name))), None)
 
 
 def _writable_folder() -> Path | None:
