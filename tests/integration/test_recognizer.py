@@ -73,7 +73,7 @@ def test_scores_of_a_bundle_are_bitwise_identical_to_the_run(run: Path, tmp_path
 def test_a_run_of_an_earlier_version_is_exported_with_instructions(run: Path, tmp_path: Path) -> None:
     old = shutil.copytree(run, tmp_path / "old")
     (old / "final" / INDEX).unlink()
-    with pytest.raises(CheckpointError, match="export --format bundle"):
+    with pytest.raises(CheckpointError, match="ngsgd resume"):
         Recognizer.load(old)
     assert main(["transcribe", str(old), str(run)]) == 3
     assert main(["export", "--format", "bundle", str(old), str(tmp_path / "model.ngsgd")]) == 0
