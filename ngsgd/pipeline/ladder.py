@@ -31,7 +31,7 @@ from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input, read
 from ngsgd.pipeline.align import cache_folder, label, with_alignment
 from ngsgd.pipeline.base_run import BaseRun
-from ngsgd.pipeline.rungs import Rung, Stopwatch, stored, word_errors
+from ngsgd.pipeline.rungs import Errors, Rung, Stopwatch, stored, word_errors
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model, run_to_continue
 from ngsgd.pipeline.services import Report, Services
 from ngsgd.training.records import FinalReport
@@ -156,11 +156,11 @@ def _labels_of(model: str) -> str:
     return RunFolder(folder_of_model(model)).alignment()
 
 
-def _errors_of_mixtures(config: RunConfig, corpus: Corpus, adaptation: Path) -> tuple[str, str]:
+def _errors_of_mixtures(config: RunConfig, corpus: Corpus, adaptation: Path) -> Errors:
     """Errors of the mixtures that the transforms were estimated with, as of Kaldi's tri3."""
     mixtures = read(adaptation, corpus.num_pdfs).adapted
     if mixtures is None:
-        return "", ""
+        return None, None
     return word_errors(corpus, config.decode, {
         utt_id: mixtures.log_likelihood(x_TD.astype(np.float64))
         for one in (corpus.valid, corpus.test)

@@ -9,16 +9,23 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 
 class Tracker(Protocol):
-    """Receives records; must return without delay and must not raise."""
+    """Receives records; must return without delay and must not raise.
 
-    def outer_iteration(self, record: OuterIterationRecord) -> None: ...
+    A subclass defines only the methods that it needs.
+    """
 
-    def incident(self, incident: Incident) -> None: ...
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        return
 
-    def finished(self, report: FinalReport) -> None: ...
+    def incident(self, incident: Incident) -> None:
+        return
+
+    def finished(self, report: FinalReport) -> None:
+        return
 
     def close(self, status: str) -> None:
         """End the run; `status` is FINISHED, FAILED or KILLED."""
+        return
 
 
 class Trackers:

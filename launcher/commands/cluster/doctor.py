@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections import Counter
@@ -24,7 +25,11 @@ def command(arguments: Sequence[str]) -> int:
     if options.overrides and not options.device:
         raise ConfigError(f"{options.overrides[0]} is a setting of a run; add --device, or remove "
                           "it.")
-    config = _config(options.overrides, options.output_dir) if options.device else None
+    config = None
+    if options.device:
+        from ngsgd.launcher.config import compose
+
+        config = compose.compose([f"output_dir={options.output_dir}", *options.overrides])
     findings = list(examine(options.output_dir, options.workers, options.address,
                             options.tracking_uri, config))
     if options.json:
@@ -81,17 +86,8 @@ def examine(output_dir: str, num_workers: int, address: str = "",
         from ngsgd.launcher.commands.cluster.plan import spec_of
         from ngsgd.launcher.doctor import device
 
-        checks.append(lambda: device.batch_size(config, lambda: spec_of(config, _progress)))
+        # stdout holds the findings
+        report = functools.partial(print, file=sys.stderr, flush=True)
+        checks.append(lambda: device.batch_size(config, lambda: spec_of(config, report)))
     for check in checks:
         yield from check()
-
-
-def _config(overrides: Sequence[str], output_dir: str) -> RunConfig:
-    from ngsgd.launcher.config import compose
-
-    return compose.compose([f"output_dir={output_dir}", *overrides])
-
-
-def _progress(line: str) -> None:
-    # stdout holds the findings
-    print(line, file=sys.stderr, flush=True)
