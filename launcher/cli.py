@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from ngsgd.errors import EXIT_BROKEN_PIPE, EXIT_OK
 from ngsgd.interface import command_line
@@ -31,10 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         rest = [word for word in own if word != "--debug"] + arguments[len(own):]
+
+        def keep(error: BaseException) -> None:
+            # for `ngsgd why`
+            from ngsgd.launcher.why import failed_commands
+
+            failed_commands.keep(rest, error)
+
         # a sweep handles the errors of its runs
         more = ["--debug"] if debug and rest[:1] == ["train"] else []
         code = run_guarded(lambda: _dispatch([*rest[:1], *more, *rest[1:]]), debug=debug,
-                           on_error=partial(_keep_error, rest))
+                           on_error=keep)
         SCREEN.close()
         sys.stdout.flush()
     except BrokenPipeError:
@@ -45,13 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # a full disk behind `> FILE`, or a terminal that is gone
         return report_lost_output(error)
     return code
-
-
-def _keep_error(arguments: Sequence[str], error: BaseException) -> None:
-    """Record the error of a command for `ngsgd why`."""
-    from ngsgd.launcher.why import failed_commands
-
-    failed_commands.keep(arguments, error)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -30,19 +30,15 @@ def pages(folder: Path) -> dict[str, str]:
 
 def entry(path: str) -> str:
     """Return heading, signatures and first sentence of an exported name."""
-    found = _object(path)
+    package, _, name = path.rpartition(".")
+    # a function may have the name of its module
+    module = importlib.import_module(package)
+    found = getattr(module, name) if hasattr(module, name) else importlib.import_module(path)
     if not callable(found) and not inspect.ismodule(found):
         return f"### {path}\n\n{_filled(_of_value(found))}\n\n"
     about = inspect.getdoc(found) or ""
     code = "\n".join(_signatures(path.rpartition(".")[2], found))
     return f"### {path}\n\n```text\n{code}\n```\n\n{_filled(about.partition(chr(10) * 2)[0])}\n\n"
-
-
-def _object(path: str) -> Any:
-    package, _, name = path.rpartition(".")
-    # a function may have the name of its module
-    module = importlib.import_module(package)
-    return getattr(module, name) if hasattr(module, name) else importlib.import_module(path)
 
 
 def _signatures(name: str, found: Any) -> list[str]:

@@ -35,6 +35,8 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     log = _LogEnd.of(folder.events)
     last, end = log.outer_iteration, log.finished
     valid, task = last.get("valid", {}), _task_of(folder)
+    # `ngsgd why` reads the rest of it
+    error = folder.last_error()
     errors = WordErrors.of_json(end["test_errors"]) if end.get("test_errors") else None
     return {
         "run": folder.address, "state": _state(folder, log), "process": _process(folder),
@@ -48,7 +50,8 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "left_s": last.get("left_s"),
         "wer": str(errors) if errors else None, "wer_percent": errors.wer if errors else None,
         "fingerprint": _fingerprint(folder),
-        "error": _error_of(folder), "resume": resume_command(task, run_dir),
+        "error": error and {name: error[name] for name in ("exit_code", "message")},
+        "resume": resume_command(task, run_dir),
         "is_finished": bool(end), "examples": _examples_of(folder),
         "num_incidents": log.num_incidents, "incidents": log.incidents[::-1],
         # those of a long log are counted in its end only
@@ -87,12 +90,6 @@ class _LogEnd:
                 found.incidents += [str(event.get("message"))] if found.num_incidents <= _NUM_INCIDENTS else []
         found.since = 0
         return found
-
-
-def _error_of(folder: RunFolder) -> dict[str, Any] | None:
-    """Exit code and message of the last error; `ngsgd why` reads the rest."""
-    about = folder.last_error()
-    return {name: about[name] for name in ("exit_code", "message")} if about else None
 
 
 def _task_of(folder: RunFolder) -> TaskConfig:

@@ -1,4 +1,4 @@
-"""Counts of word errors, as numbers; their text is made where it is shown."""
+"""Counts behind a WER, as numbers; their text is made where it is shown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WordErrors:
         """
         found = {spec.name: values[spec.name] for spec in fields(WordErrors)}
         if not all(type(count) is int and count >= 0 for count in found.values()):
-            raise ValueError(f"{found} are no counts of word errors")
+            raise ValueError(f"{found} are no counts of words")
         return WordErrors(**found)
 
     @property

@@ -94,17 +94,16 @@ def _rows(
 ) -> list[tuple[str, ...]]:
     """(run, ...) with the best run first."""
     objf = comparison.common_objf(runs)
-    order = sorted(range(len(runs)), key=lambda index: _rank(runs[index], measure))
+    results = [
+        run.wer[0] if measure == comparison.WER and run.wer else run.valid_loss for run in runs
+    ]
+    order = sorted(range(len(runs)), key=results.__getitem__)
     names = comparison.names_of(runs)
     return [
         (names[index], *(_COLUMNS[column](figures) for column in columns))
         for index in order
         for figures in [runs[index].figures(objf)]
     ]
-
-
-def _rank(run: ComparedRun, measure: str) -> float:
-    return run.wer[0] if measure == comparison.WER and run.wer else run.valid_loss
 
 
 def _text_table(runs: Sequence[ComparedRun], measure: str) -> list[str]:

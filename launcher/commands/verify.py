@@ -36,18 +36,15 @@ def command(arguments: Sequence[str]) -> int:
     is_quiet = options.quiet or options.json
 
     def report(check: Check) -> None:
+        results = {"identical": "bitwise identical", "failed": f"not repeated: {check.reason}",
+                   "close": f"objective differs by {check.distance:.2g} relative"}
         if not is_quiet:
-            print(_line(check))
+            print(f"outer iteration {check.job.outer_iter + 1}, job {check.job.job}, worker {check.job.worker}: "
+                  f"{results.get(check.outcome, check.outcome)}")
     found = service.verify(run, Request(Sample.parse(options.sample), options.seed, report), quiet=is_quiet, trust=options.trust)
     print(json.dumps(asdict(found), indent=1) if options.json else _summary(found))
     found.require_equal()
     return EXIT_OK
-
-
-def _line(check: Check) -> str:
-    result = {"identical": "bitwise identical", "close": f"objective differs by {check.distance:.2g} relative",
-              "failed": f"not repeated: {check.reason}"}.get(check.outcome, check.outcome)
-    return f"outer iteration {check.job.outer_iter + 1}, job {check.job.job}, worker {check.job.worker}: {result}"
 
 
 def _summary(found: Verification) -> str:

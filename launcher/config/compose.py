@@ -67,8 +67,20 @@ def about_choice(group: str, choice: str) -> str:
 
 
 def as_settings(overrides: Sequence[str]) -> list[str]:
-    """Return overrides that name a kind or a task like a group, such as task=X, as settings."""
-    return [_as_group(f"task._target_{line.removeprefix('task')}" if line.startswith("task=") else line) for line in overrides]
+    """Return overrides that name a kind or a task like a group, such as task=X, as settings.
+
+    optimizer.kind=adam becomes optimizer=adam: one choice has one set of defaults.
+    """
+    found = []
+    for line in overrides:
+        key, _, value = line.partition("=")
+        group, _, name = key.rpartition(".")
+        is_kind = name == "kind" and group in _GROUPS_OF_KINDS
+        if is_kind and {*value.split(",")} <= {*_kinds()[group]}:
+            found.append(f"{group}={value}")
+        else:
+            found.append(f"task._target_={value}" if line.startswith("task=") else line)
+    return found
 
 
 def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
@@ -192,14 +204,6 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
         problems += wrong
         good += [] if wrong else [override]
     return good, problems
-
-
-def _as_group(text: str) -> str:
-    """Return optimizer=adam for optimizer.kind=adam: one choice has one set of defaults."""
-    key, _, value = text.partition("=")
-    group, _, name = key.rpartition(".")
-    is_choice = name == "kind" and group in _GROUPS_OF_KINDS and {*value.split(",")} <= {*_kinds()[group]}
-    return f"{group}={value}" if is_choice else text
 
 
 def _flag_problem(text: str, choices: Mapping[str, Any]) -> str:

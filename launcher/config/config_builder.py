@@ -49,14 +49,10 @@ def build_checked(values: Mapping[str, Any],
         refused = [options.Problem((setting.path, *setting.switches), setting.sentence)
                    for setting in options.unused(config) if is_refused(setting, given)]
         found += [one for one in refused if not any(one.is_about(option) for other in wrong for option in other.options)]
-    return config, [one.message for one in _causes(found, given or Given())]
-
-
-def _causes(problems: list[options.Problem], given: Given) -> list[options.Problem]:
-    """Drop the problems of settings that are copies of a wrong one."""
-    alone = {one.options for one in problems}
-    copies = {(copy,) for copy, source in _COPIED.items() if (source,) in alone and copy not in given.settings}
-    return [one for one in problems if one.options not in copies]
+    # settings that are copies of a wrong one have no problem of their own
+    alone, settings = {one.options for one in found}, given.settings if given else ()
+    copies = {(copy,) for copy, source in _COPIED.items() if (source,) in alone and copy not in settings}
+    return config, [one.message for one in found if one.options not in copies]
 
 
 def is_refused(setting: options.Unused, given: Given) -> bool:

@@ -31,8 +31,11 @@ def require_paths(config: RunConfig) -> None:
         require_writable("data.cache_dir", Path(config.data.cache_dir))
     if config.init_model:
         folder_of_model(config.init_model)
+    source = config.data.source.rstrip("/")
+    # of data.source in object storage, or below it
+    stored = f"{source}/" if is_url(source) else None
     if missing := [f"{name} is {path}, which does not exist; correct the path." for name, path in _inputs(config)
-                   if path and not _is_stored(config, path) and not Path(path).expanduser().exists()]:
+                   if path and not (stored and f"{path.rstrip('/')}/".startswith(stored)) and not Path(path).expanduser().exists()]:
         raise DataError("\n".join(missing))
 
 
@@ -49,12 +52,6 @@ def require_writable(name: str, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{name} is {folder}, which cannot be written ({error.strerror}); choose "
                           "another folder, or fix its permissions.") from error
-
-
-def _is_stored(config: RunConfig, path: str) -> bool:
-    """Whether a path is that of data.source in object storage, or below it."""
-    source = config.data.source.rstrip("/")
-    return is_url(source) and f"{path.rstrip('/')}/".startswith(f"{source}/")
 
 
 def _inputs(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -83,7 +83,9 @@ def shadows() -> Iterator[Finding]:
         yield Finding("fail", "shadowed", "ngsgd is imported from "
                                           f"{strange[0] if strange else 'nowhere'}",
                       f"rename that folder, or run from another one; this package is {ours}")
-    first = _folders_of(_first_spec())
+    # the ngsgd that a new process with the same search path imports
+    specs = (finder.find_spec("ngsgd", None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    first = _folders_of(next((spec for spec in specs if spec), None))
     # "" is the current folder
     for place in dict.fromkeys(Path(entry or os.curdir).absolute() / "ngsgd" for entry in sys.path):
         if not place.is_dir() or place.resolve() == ours or (place / "__init__.py").exists():
@@ -95,12 +97,6 @@ def shadows() -> Iterator[Finding]:
             yield Finding("warn", "shadowed", f"{place} has no __init__.py, and Python programs import it instead of {ours}",
                           f"run from another folder than {place.parent}" if place.parent == Path.cwd()
                           else f"rename that folder, or remove {place.parent} from PYTHONPATH")
-
-
-def _first_spec() -> ModuleSpec | None:
-    """The ngsgd that a new process with the same search path imports."""
-    found = (finder.find_spec("ngsgd", None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next((spec for spec in found if spec), None)
 
 
 def _folders_of(spec: ModuleSpec | None) -> list[Path]:

@@ -39,6 +39,12 @@ def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_
                   "throughput/frames_per_s": per_s}
     else:
         scores = {"1_loss/valid": -record.valid.objf, "1_loss/train": -record.train.objf, "throughput/examples_per_s": per_s}
+    efficiency, sites = of_record(record, before_s), dict[str, float]()
+    # an average over sites followed the outer iteration
+    if found := record.sites:
+        sites = {f"sites/{name}": found[name] for name in ("counted", "missed", "wait_s")}
+        sites["sites/sent_mb"] = found["sent_bytes"] / 1e6
+        sites["sites/received_mb"] = found["received_bytes"] / 1e6
     return {
         **scores, **_diagnostics(record, is_speech=is_speech),
         "optimizer/lr": record.effective_lr, **({"optimizer/outer_gain": record.gain} if record.gain != 1.0 else {}),
@@ -48,25 +54,14 @@ def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_
         "time/compute_s": record.compute_s, "time/average_s": record.average_s,
         "time/checkpoint_s": record.checkpoint_s, "time/diagnostics_s": record.diagnostics_s,
         "time/elapsed_s": record.elapsed_s, "progress/epoch": record.epoch,
-        **_efficiency(record, before_s),
+        "workers/participation": efficiency.participation,
+        "workers/effective_training_time": efficiency.effective_share,
         "workers/jobs_planned": record.num_jobs, "workers/jobs_accepted": record.num_accepted,
         "workers/skew": record.skew, "workers/alive": record.workers_alive,
         "workers/deaths": record.num_deaths, "workers/jobs_deferred": record.num_deferred,
         "workers/results_discarded": record.num_discarded,
-        **_sites(record),
+        **sites,
     }
-
-
-def _sites(record: OuterIterationRecord) -> dict[str, float]:
-    """Figures of an average over sites, if one followed the outer iteration."""
-    found = record.sites
-    return {f"sites/{name}": found[name] for name in ("counted", "missed", "wait_s")} | {
-        "sites/sent_mb": found["sent_bytes"] / 1e6, "sites/received_mb": found["received_bytes"] / 1e6} if found else {}
-
-
-def _efficiency(record: OuterIterationRecord, before_s: float) -> dict[str, float]:
-    one = of_record(record, before_s)
-    return {"workers/participation": one.participation, "workers/effective_training_time": one.effective_share}
 
 
 def _diagnostics(record: OuterIterationRecord, *, is_speech: bool) -> dict[str, float]:

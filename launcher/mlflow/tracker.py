@@ -61,6 +61,8 @@ _METRICS_PER_BATCH = 1000
 # colons are allowed too, but not in file names
 _BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")
 
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "INVALID_STATE")
+
 Say = Callable[[str], None]
 
 
@@ -142,7 +144,7 @@ class MlflowTracker:
                                f"and events.jsonl in {self._run.run_dir} has everything.")
                 self._is_down = True
                 # the store rejects this request, now and later
-                if _is_refusal(error):
+                if getattr(error, "error_code", "") in _REFUSALS:
                     self._num_refused += 1
                     return
                 if not self._rest(pause_s):
@@ -418,11 +420,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether the store rejected the request, so that a retry is useless."""
-    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "INVALID_STATE")
 
 
 def _now_ms() -> int:

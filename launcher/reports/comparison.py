@@ -356,7 +356,9 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     if min(counts) > 1:
         bounds = welch_interval(best.values(measure), other.values(measure))
         return Difference(value, *bounds, f"{counts[0]} and {counts[1]} runs of other seeds")
-    first, second = _pair(best, other)
+    # with equal seeds if there are such
+    pairs = [(first, second) for first in best.runs for second in other.runs]
+    first, second = min(pairs, key=lambda pair: pair[0].settings["seed"] != pair[1].settings["seed"])
     both = bootstrap_interval(utterances(first), utterances(second)) if measure == WER else None
     if both:
         low, high = both
@@ -364,12 +366,6 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
         basis = "one run each, test utterances resampled; seeds may differ by more"
         return Difference(value, low, high, basis)
     return Difference(value, math.nan, math.nan, "one run each")
-
-
-def _pair(best: Group, other: Group) -> tuple[ComparedRun, ComparedRun]:
-    """A run of each, with equal seeds if there are such."""
-    pairs = [(first, second) for first in best.runs for second in other.runs]
-    return min(pairs, key=lambda pair: pair[0].settings["seed"] != pair[1].settings["seed"])
 
 
 @functools.lru_cache(maxsize=64)

@@ -191,7 +191,10 @@ def _of_events(path: Path, *, is_speech: bool) -> list[str]:
     lines = [f"       {efficiency.text}"] if efficiency.num_possible else []
     sites = sites_of(events)
     lines += [f"sites  {sites.text}"] if sites.num_rounds else []
-    price = _price_of(path.parent)
+    price = 0.0
+    # without its settings
+    with contextlib.suppress(NgsgdError):
+        price = read_config(path.parent / "config.yaml").cluster.price_per_hour
     lines += [f"cost   {efficiency.cost_text(price, is_speech=is_speech)}"] if price and efficiency.num_possible else []
     shown = [f"{name} ({reason})" for name, reason in [*bad.items()][:_MOST_BAD]]
     more = f" and {len(bad) - _MOST_BAD} more (ngsgd why)" if len(bad) > _MOST_BAD else ""
@@ -205,13 +208,6 @@ def _without_jobs(path: Path, kept: list[dict[str, Any]]) -> Iterator[dict[str, 
         if bad or event.get("sites"):
             kept.append({"event": event["event"], "jobs": bad, "sites": event.get("sites")})
         yield event
-
-
-def _price_of(run: Path) -> float:
-    """cluster.price_per_hour of a run; 0 without its settings."""
-    with contextlib.suppress(NgsgdError):
-        return read_config(run / "config.yaml").cluster.price_per_hour
-    return 0.0
 
 
 def _next_commands(report: FinalReport, output_dir: Path | str | None) -> list[str]:

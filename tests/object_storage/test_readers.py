@@ -35,7 +35,7 @@ NUM_COMMITS = 4
 # command lines of a run, which must leave everything as it is; those that need a final model end
 # with an error
 COMMANDS = (["status", "RUN"], ["status", URL], ["logs", "RUN"], ["info", "RUN"], ["why", "RUN"], ["why", "--output-dir", URL],
-            ["report", "RUN", "--quiet"], ["report", "RUN", "--trace", "OUT"], ["compare", "RUN", "RUN", "--output", "OUT"],
+            ["report", "RUN", "--quiet"], ["compare", "RUN", "RUN", "--output", "OUT"],
             ["transcribe", "RUN", "OUT"], ["decode", "RUN", "--frames"], ["evaluate", "RUN"], ["export", "RUN", "OUT"],
             ["export", "--format", "bundle", "RUN", "OUT"])
 

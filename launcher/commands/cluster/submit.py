@@ -42,7 +42,10 @@ def command(arguments: Sequence[str]) -> int:
     """`ngsgd submit`."""
     options = _parser().parse_with_settings(arguments)
     words, to = train_words(options)
-    _require_used([word.partition("=")[0] for word in arguments], to)
+    flags = [word.partition("=")[0] for word in arguments]
+    if problems := [f"{flag} is for {' and '.join(kinds)}, and this run goes to {to}; remove it, or add cluster={kinds[0]}."
+                    for kinds, known in _FLAGS.items() if to not in kinds for flag in flags if flag in known]:
+        raise ConfigError(problems)
     if to == "slurm":
         return _to_slurm(options, words)
     if to == "kubernetes":
@@ -88,8 +91,10 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     """
     if options.resume:
         if options.overrides or options.config_dir:
+            kinds = [word.partition("=")[2] for word in options.overrides if word.startswith(("cluster=", "cluster.kind="))]
+            meant = f" The type of cluster is --to {kinds[-1]}." if kinds and kinds[-1] in _PLACES else ""
             raise ConfigError("--resume keeps the settings of the run; remove "
-                              f"{' '.join(options.overrides) or '--config-dir'}.{_meant(options)}")
+                              f"{' '.join(options.overrides) or '--config-dir'}.{meant}")
         more = [*(["--workers", str(options.workers)] if options.workers else []), *_shared_flags(options)]
         # the run may have begun on another cluster, or on one machine
         return ["resume", _absolute(options.resume), "--address", "auto", *more], options.to or "ray"
@@ -124,12 +129,6 @@ def _absolute(path: str) -> str:
 def _shared_flags(options: argparse.Namespace) -> list[str]:
     """Flags that train and resume have, too."""
     return [*(["--trust"] if options.trust else []), *(["--allow-other-bits"] if options.allow_other_bits else [])]
-
-
-def _meant(options: argparse.Namespace) -> str:
-    """How a resumed run gets to the cluster that cluster= names."""
-    kinds = [word.partition("=")[2] for word in options.overrides if word.startswith(("cluster=", "cluster.kind="))]
-    return f" The type of cluster is --to {kinds[-1]}." if kinds and kinds[-1] in _PLACES else ""
 
 
 def _program(options: argparse.Namespace) -> list[str]:
@@ -168,14 +167,6 @@ def _require_room(num_workers: int, num_cpus: int, options: argparse.Namespace) 
         raise ConfigError(f"{options.nodes} machines of {options.cpus_per_node} CPUs have room for {room} workers of {num_cpus} "
                           f"CPUs, and cluster.num_workers is {num_workers}; raise --nodes or --cpus-per-node, or lower "
                           "cluster.num_workers or cluster.threads_per_worker.")
-
-
-def _require_used(flags: Sequence[str], to: str) -> None:
-    """Raise one ConfigError with all flags that this type of cluster would ignore."""
-    problems = [f"{flag} is for {' and '.join(kinds)}, and this run goes to {to}; remove it, or add cluster={kinds[0]}."
-                for kinds, known in _FLAGS.items() if to not in kinds for flag in flags if flag in known]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _name(options: argparse.Namespace) -> str:
