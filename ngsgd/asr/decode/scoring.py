@@ -55,8 +55,8 @@ class WordErrors:
 
     def __str__(self) -> str:
         wer = f"{self.wer:.2f}" if self.num_words else "(no words)"
-        return (f"%WER {wer} [ {self.num_errors} / {self.num_words}, {self.insertions} ins, {self.deletions} del, "
-                f"{self.substitutions} sub ]")
+        return (f"%WER {wer} [ {self.num_errors} / {self.num_words}, {self.insertions} ins, "
+                f"{self.deletions} del, {self.substitutions} sub ]")
 
 
 @dataclass(frozen=True)
