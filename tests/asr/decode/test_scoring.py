@@ -135,7 +135,7 @@ def test_the_setting_that_is_best_on_valid_is_used_on_test(monkeypatch: pytest.M
     assert (result.setting.acoustic_scale, result.setting.word_penalty) == (1.0, 0.0)
     assert result.valid.num_errors == result.test.num_errors == 0
     assert len(result.sweep) == 4
-    assert result.sweep[0][1].deletions == valid.num_words
+    assert result.sweep[0][1].deletions == sum(map(len, valid.texts))
     assert result.hypotheses == test.texts
 
 
