@@ -153,8 +153,8 @@ def lengths(name: str, file: BinaryIO, kind: str) -> dict[int, bytes]:
         is_short = available < 1 << 8 * width - 1
         return {position: available.to_bytes(width, found.order)} if is_short else {}  # type: ignore[arg-type]
     if found.length is not None and available < found.length:
-        raise DataError(f"{name} is truncated: {max(0, available)} of the {found.length} bytes of samples in its header; "
-                        "copy it again.")
+        raise DataError(f"{name} is truncated: {max(0, available)} of the {found.length} bytes of samples in "
+                        "its header; copy it again.")
     return {}
 
 

@@ -399,7 +399,8 @@ def _array(audio: npt.ArrayLike | Sequence[float], name: str) -> npt.NDArray[Any
             return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
         return np.asarray(audio)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise DataError(f"{name} cannot be converted to an array of samples ({first_line(error)}); pass numbers.") from error
+        raise DataError(f"{name} cannot be converted to an array of samples ({first_line(error)}); pass "
+                        "numbers.") from error
 
 
 def _check_num_best(num_best: Any) -> None:

@@ -162,7 +162,8 @@ class AudioFile:
         except _UNREADABLE as error:
             raise self._error(error) from error
         if len(part_NC) < end - first:
-            raise DataError(f"{self.name} ends before sample {end} of the {self.num_samples} in its header; copy it again.")
+            raise DataError(f"{self.name} ends before sample {end} of the {self.num_samples} in its header; "
+                            "copy it again.")
         return part_NC
 
     def close(self) -> None:
@@ -379,8 +380,8 @@ class _LiveSamples:
     def read(self, size: int) -> npt.NDArray[Any]:
         """Read up to `size` samples of each channel, N x C."""
         if self._is_cut:
-            raise DataError(f"{_STREAM} is truncated: the last {self._left} bytes of samples in its header are missing; send it "
-                            "again.")
+            raise DataError(f"{_STREAM} is truncated: the last {self._left} bytes of samples in its header "
+                            "are missing; send it again.")
         wanted = size * self._encoding.frame_bytes
         content = self._source.read(wanted if self._left is None else min(wanted, self._left))
         if self._left is not None:

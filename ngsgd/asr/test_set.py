@@ -54,7 +54,8 @@ def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> Sco
     config = bundle.features
     listed = _utterances(folder, given_features=config.kind == "given")
     if not any(one.words for one in listed):
-        raise DataError(f"{folder} has no words in its transcripts, so the WER is undefined; choose a set with speech.")
+        raise DataError(f"{folder} has no words in its transcripts, so the WER is undefined; choose a set "
+                        "with speech.")
     if config.kind == "given":
         framed = list(data_dir.given(listed, folder))
         dim = framed[0].features_TD.shape[1]

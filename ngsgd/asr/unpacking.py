@@ -138,7 +138,8 @@ def _member(packed: Any, name: str, promised: int, left: int) -> bytes:
     most = min(MAX_MEMBER_BYTES, left)
     content: bytes = packed.read(most + 1) if promised <= most else b""
     if promised > most or len(content) > most:
-        raise UnpackError(f"{name[:80]} expands to {max(promised, len(content))} bytes, beyond the limit of {most}")
+        raise UnpackError(f"{name[:80]} expands to {max(promised, len(content))} bytes, beyond the limit of "
+                          f"{most}")
     return content
 
 

@@ -301,7 +301,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data directories with audio and features, a prepared corpus, and examples."""
     folder = tmp_path_factory.mktemp("data")
     write_data(folder / "mine", num_utterances=4)
-    sets, language = kaldi_dirs.make(config(folder), FEATURES, AugmentConfig())
+    (folder / "work").mkdir()
+    sets, language = kaldi_dirs.make(config(folder), FEATURES, AugmentConfig(), folder / "work")
     cache.store(folder / "corpus", sets, language, made_from={})
     for name, speech in sets.items():
         (folder / "mine" / name / "segments").write_text("".join(f"{one} {one} 0 0.5\n" for one in speech.frames.utt_ids))

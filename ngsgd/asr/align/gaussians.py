@@ -65,8 +65,8 @@ class Axes:
         # a constant feature has no direction
         order = order[variance_D[order] > 1e-9 * variance_D.max()]
         if not len(order):
-            raise DataError(f"no feature of the {len(features_TD)} frames varies: all training audio is silent; check "
-                            "the recordings.")
+            raise DataError(f"no feature of the {len(features_TD)} frames varies: all training audio is "
+                            "silent; check the recordings.")
         return cls(mean_D, axes_DD[:, order] / np.sqrt(variance_D[order]))
 
     def apply(self, features_TD: npt.NDArray[np.float32]) -> Matrix:

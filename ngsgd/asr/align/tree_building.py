@@ -267,11 +267,13 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
     report(Phase("building the decision tree"))
     tree = _tree(corpus, num_leaves, width, cache_root)
     if tree.num_pdfs == topology.num_pdfs:
-        report(f"decision tree: no split of the {counted(tree.num_pdfs, 'state')} of single phones, because "
+        report(f"decision tree: no split of the {counted(tree.num_pdfs, 'state')} of single phones, "
+               "because "
                f"data.num_leaves={num_leaves} is not larger or the training set is too small (a "
                "leaf needs 100 frames)")
     else:
-        report(f"decision tree: {counted(tree.num_pdfs, 'tied state')} of {counted(len(topology.phones), 'phone')}"
+        report(f"decision tree: {counted(tree.num_pdfs, 'tied state')} of "
+               f"{counted(len(topology.phones), 'phone')}"
                f"{' with their left neighbors' if width == 2 else ''}")
     language = replace(language, tree=tree)
     sets: dict[str, Any] = {}

@@ -76,6 +76,7 @@ def check_words(listed: Sequence[UtteranceEntry], topology: Topology, corpus: st
         unknown = [word for word in one.words if word not in topology.lexicon]
         if unknown or not one.words:
             reason = f"the word {unknown[0]}{lexicon.alike(unknown[0], topology.lexicon)}" if unknown else "no words"
-            raise DataError(f"{one.where}: {one.utt_id} has {reason}, but the words of data.corpus={corpus} are "
+            raise DataError(f"{one.where}: {one.utt_id} has {reason}, but the words of data.corpus={corpus} "
+                            "are "
                             f"{', '.join(topology.words)}; correct or remove the utterance, or train with "
                             "recipe=kaldi and a lexicon.")

@@ -247,7 +247,8 @@ def read_tid2pdf(path: Path) -> tuple[int, ...]:
         try:
             tid, pdf = map(lines.as_int, line.split())
         except ValueError as error:
-            raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write both as numbers.") from error
+            raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write both as "
+                            "numbers.") from error
         if not 0 <= pdf < _MAX_PDFS:
             raise DataError(f"{where}: the pdf {pdf} is not a number from 0 to {_MAX_PDFS - 1}; "
                             "write the pdf ids of Kaldi.")

@@ -48,8 +48,8 @@ def require_of_gmm(source: str, wanted: Sequence[str]) -> None:
     missing = {kind: [name for name in OF_GMM[kind][0] if not (locate(source) / name).is_file()] for kind in wanted}
     if names := [name for kind in wanted for name in missing[kind]]:
         others = "; ".join(OF_GMM[kind][1] for kind in wanted if missing[kind])
-        raise DataError(f"{source} lacks {', '.join(dict.fromkeys(names))}, the {' and '.join(wanted)} of a GMM, "
-                        f"which these settings use; {others}.")
+        raise DataError(f"{source} lacks {', '.join(dict.fromkeys(names))}, the {' and '.join(wanted)} of a "
+                        f"GMM, which these settings use; {others}.")
 
 
 def fingerprint(data: DataConfig) -> dict[str, Any]:

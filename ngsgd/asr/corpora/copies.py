@@ -71,10 +71,13 @@ def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
                 are_twins = source == original(second.utt_id) and (
                     source in names_of_both or all(map(_AT_OTHER_SPEED.search, names_of_both)))
                 if is_copied and is_apart and are_twins:
-                    raise DataError(f"{second.where}: {second.utt_id} and {first.utt_id} of another set ({first.where}) "
-                                    "are copies of one utterance, so a result would be too good; remove one of them.")
+                    raise DataError(f"{second.where}: {second.utt_id} and {first.utt_id} of another set "
+                                    f"({first.where}) "
+                                    "are copies of one utterance, so a result would be too good; remove one "
+                                    "of them.")
                 if not is_copied and first.utt_id == second.utt_id:
-                    raise DataError(f"{second.where}: {second.utt_id} is also in another set ({first.where}); give "
+                    raise DataError(f"{second.where}: {second.utt_id} is also in another set ({first.where}); "
+                                    "give "
                                     "every utterance a unique name, or remove it from one of them.")
 
 
@@ -84,8 +87,10 @@ def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) ->
     for option, pattern in _OWN.items():
         found = next((one for one in listed if pattern.search(one.utt_id)), None) if is_used[option] else None
         if found:
-            raise DataError(f"{found.where}: {found.utt_id} is a copy, and augment.{option} would change it again; "
-                            "remove the copies, or set data.labels=one_step (data.labels=ladder has augment.speed=all).")
+            raise DataError(f"{found.where}: {found.utt_id} is a copy, and augment.{option} would change it "
+                            "again; "
+                            "remove the copies, or set data.labels=one_step (data.labels=ladder has "
+                            "augment.speed=all).")
 
 
 # Held-out sets ------------------------------------------------------------------------------------

@@ -192,8 +192,10 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
         sets = {name: speech_set.normalized_online(speech, all_speech)
                 for name, speech in sets.items()}
     for name, speech in sets.items():
-        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {counted(len(speech.texts), 'utterance')}, "
-               f"{counted(sum(map(len, speech.texts)), 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
+        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, "
+               f"{counted(len(speech.texts), 'utterance')}, "
+               f"{counted(sum(map(len, speech.texts)), 'word')}, "
+               f"{counted(len(set(speech.speakers)), 'voice')}")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
 
@@ -304,8 +306,8 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
                                                 corpus.num_pdfs)
         if missing:
             some = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
-            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because "
-                   f"{alignment.path} has no states for them: {some}")
+            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, "
+                   f"because {alignment.path} has no states for them: {some}")
     language = corpus.language
     known = language.given.words if language.given else language.topology.lexicon
     said = label_paths.labelled(alignment, sets.values(), data.oov_word, dict.fromkeys(known))

@@ -228,10 +228,12 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
             if len(channels) > 1 or any(lines.as_int(one) < 0 for one in channels):
                 raise ValueError("several channels, or one below 0")
         except ValueError as error:
-            raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at most a channel from 0; "
+            raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at "
+                            "most a channel from 0; "
                             "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
         if recording not in recordings:
-            raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
+            raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in "
+                            f"{folder / 'wav.scp'}; add it there.")
         if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
             raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
                             "increasing times from 0.")

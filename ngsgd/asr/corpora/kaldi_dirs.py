@@ -41,8 +41,9 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     """Return train, valid and test without alignment, and the language.
 
     Tables and lexicon are checked before the first audio is read. Features are computed in shards,
-    which are kept in the folder `work` (default: a temporary one) for these settings and data, and
-    mapped from its files. A preparation that was stopped continues with them.
+    which are kept in the folder `work` for these settings and data, and mapped from its files. A
+    preparation that was stopped continues with them. Without `work`, the files are removed at the
+    end; the sets can be read, but not stored.
     """
     source = locate(data)
     topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states, report)

@@ -75,7 +75,8 @@ def check(utterances: Iterable[Labelled], topology: Topology, path: Path) -> Non
         if len(runs) not in at:
             without.append(utt_id)
     if without:
-        raise DataError(f"{path} has labels that are no path through the graph of the transcript, for {len(without)} of {num} "
+        raise DataError(f"{path} has labels that are no path through the graph of the transcript, for "
+                        f"{len(without)} of {num} "
                         f"utterances, the first is {without[0]}; {_ADVICE}.")
 
 
@@ -97,9 +98,10 @@ def check_in_graph(utterances: Iterable[Labelled], given: GivenGraph, path: Path
             if not (found.is_complete and np.array_equal(found.pdf_T, pdf_T)):
                 without.append(utt_id)
     if len(without) > _MOST_WITHOUT * num:
-        raise DataError(f"{path} has labels that are no path through data.graph with the words of the transcript, for "
-                        f"{len(without)} of {num} compared utterances, the first is {without[0]}; give the alignment and the "
-                        "graph of one model.")
+        raise DataError(f"{path} has labels that are no path through data.graph with the words of the "
+                        "transcript, for "
+                        f"{len(without)} of {num} compared utterances, the first is {without[0]}; give the "
+                        "alignment and the graph of one model.")
 
 
 def _runs(pdf_T: npt.NDArray[np.integer], num_silence_states: int) -> list[int]:

@@ -85,7 +85,8 @@ def _recording(item: dict[str, Any], where: str, folder: Path) -> _Recording:
     if transforms := item.get("transforms"):
         names = [str(one.get("name", one) if isinstance(one, dict) else one)[:40] for one in
                  (transforms if isinstance(transforms, list) else [transforms])]
-        raise DataError(f"{where}: the recording {item['id']} has the transform(s) {', '.join(names)}, which are not applied; "
+        raise DataError(f"{where}: the recording {item['id']} has the transform(s) {', '.join(names)}, which "
+                        "are not applied; "
                         "write the changed audio with lhotse (save_audios), or remove them and use augment.")
     try:
         (source,) = item["sources"]
@@ -100,8 +101,8 @@ def _recording(item: dict[str, Any], where: str, folder: Path) -> _Recording:
         rate_hz = operator.index(item["sampling_rate"]) if "sampling_rate" in item else None
         return _Recording(named_in(folder, source["source"]), channels, rate_hz)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{where}: this is not a recording of lhotse with one source, its channels and a sampling rate; "
-                        "write the manifest again.") from error
+        raise DataError(f"{where}: this is not a recording of lhotse with one source, its channels and a "
+                        "sampling rate; write the manifest again.") from error
 
 
 def _utterance(item: dict[str, Any], where: str, recorded: dict[str, _Recording],

@@ -110,17 +110,18 @@ class Reader:
 def _channel(piece: Piece, file: AudioFile, name: str) -> int:
     """Number of the channel to read, from 0."""
     if piece.num_channels not in (None, file.num_channels):
-        raise DataError(f"{name} has {file.num_channels} channels, but {piece.num_channels} in its manifest; write the "
-                        "manifest again.")
+        raise DataError(f"{name} has {file.num_channels} channels, but {piece.num_channels} in its manifest; "
+                        "write the manifest again.")
     channel = piece.channel
     if channel is None:
         channel = piece.side if file.num_channels > 1 else 0
     if channel is None:
-        raise DataError(f"{name} has {file.num_channels} channels; convert it to one channel, or name the channel in the fifth "
+        raise DataError(f"{name} has {file.num_channels} channels; convert it to one channel, or name the "
+                        "channel in the fifth "
                         "column of segments (from 0) or in reco2file_and_channel.")
     if channel >= file.num_channels:
-        raise DataError(f"{name} has {file.num_channels} channel(s), but the channel {channel} (from 0) is wanted; correct "
-                        "the channel.")
+        raise DataError(f"{name} has {file.num_channels} channel(s), but the channel {channel} (from 0) is "
+                        "wanted; correct the channel.")
     return channel
 
 
@@ -129,7 +130,8 @@ def _all(piece: Piece, file: AudioFile, name: str) -> Samples:
     # a flac of silence expands 10000 times, and a header can contain any number
     most = unpacking.limit(piece.path.stat().st_size) // 2
     if (file.num_samples or 0) * file.num_channels > most:
-        raise DataError(f"{name} has a header with {file.num_samples} samples, too many for its size; replace it.")
+        raise DataError(f"{name} has a header with {file.num_samples} samples, too many for its size; replace "
+                        "it.")
     blocks, num = [], 0
     while len(block_NC := file.read(_BLOCK)):
         blocks.append(block_NC)

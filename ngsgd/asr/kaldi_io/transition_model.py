@@ -14,9 +14,9 @@ Text form (`gmm-copy --binary=false`, `nnet3-am-copy --binary=false`, `copy-tran
     <LogProbs> [ 0 -0.29 -1.39 -0.29 -1.39 ] </LogProbs>
     </TransitionModel>
 
-States of chain topologies have <ForwardPdfClass> and <SelfLoopPdfClass>, and tuples a fourth number,
-the pdf of the self-loop (<Tuples>). The rest of the file, the acoustic model, is not read. Sizes are
-compared with limits before memory is allocated.
+States of chain topologies have <ForwardPdfClass> and <SelfLoopPdfClass>, and tuples a fourth
+number, the pdf of the self-loop (<Tuples>). The rest of the file, the acoustic model, is not read.
+Sizes are compared with limits before memory is allocated.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ _BACKOFF = "#0"
 # rounding of a probability of 1
 _ABOVE_ONE = 0.01
 _FOREIGN = {
-    b"mmap lm http://kheafield.com/code": "a binary model of KenLM, which does not contain all of its words; "
-                                          "use the ARPA file that it was made from",
+    b"mmap lm http://kheafield.com/code":
+        "a binary model of KenLM, which does not contain all of its words; use the ARPA file that it was "
+        "made from",
     b"\xd6\xfd\xb2\x7e": "a graph of OpenFst; use the ARPA file that it was made from",
 }
 
@@ -202,7 +203,8 @@ class Reader:
 _ARPA_TO_FST = """
 import sys, kaldilm
 model, table, symbol, output = sys.argv[1:]
-text = kaldilm.arpa2fst(input_arpa=model, disambig_symbol=symbol, read_symbol_table=table, max_arpa_warnings=0)
+text = kaldilm.arpa2fst(input_arpa=model, disambig_symbol=symbol, read_symbol_table=table,
+                        max_arpa_warnings=0)
 open(output, "w", encoding="utf-8").write(text)
 """
 

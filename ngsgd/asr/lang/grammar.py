@@ -28,7 +28,8 @@ _MAX_BYTES = 1 << 24
 _MAX_STATES = 1_000_000
 # limit of the deterministic form of N states: _MAX_GROWTH * N + _SMALL; the time is quadratic
 _MAX_GROWTH, _SMALL = 10, 10_000
-_TOO_LARGE = "is too large, or repeats alternatives of the same words with other probabilities; make it smaller."
+_TOO_LARGE = ("is too large, or repeats alternatives of the same words with other probabilities; make "
+              "it smaller.")
 # maximum nesting of groups and rules
 _MAX_DEPTH = 200
 _COMMENT = re.compile(r"//[^\n]*|/\*")

@@ -160,8 +160,8 @@ def _require_path(fst: openfst.Fst) -> None:
         states = targets[~is_reached_S[targets]]
         is_reached_S[states] = True
     if not has_word or not np.isfinite(fst.final_S[is_reached_S]).any():
-        raise DataError("The decoding graph HCLG.fst has no path from its start to a final state with a word; make it "
-                        "again.")
+        raise DataError("The decoding graph HCLG.fst has no path from its start to a final state with a word; "
+                        "make it again.")
 
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:

@@ -154,8 +154,8 @@ def require_shared(words: Sequence[str], known: Collection[str], source: str,
                         f"{words[0]}{alike(words[0], known)}; use a lexicon and a language model of "
                         "one task, in the same case and form of Unicode.")
     if missing:
-        report(f"{len(missing)} of {counted(len(words), 'word')} of the lexicon are not in {source} and "
-               f"{effect}: {listed(missing)}")
+        report(f"{len(missing)} of {counted(len(words), 'word')} of the lexicon are not in {source} "
+               f"and {effect}: {listed(missing)}")
 
 
 def listed(words: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Files that replace the words of a model: words are one on a line, `arpa` is an n-gram model."""
+    """Files that replace the words of a model: a word on each line, an n-gram model."""
 
     lexicon: Path | None = None
     words: Path | None = None
@@ -103,7 +103,8 @@ def weight_problems(scale: Any, penalty: Any) -> Iterator[tuple[str, str]]:
         # also false for NaN
         is_valid = isinstance(value, (int, float)) and low <= value <= limit and (value or name == "penalty")
         if value is not None and not is_valid:
-            yield name, f"is {value}; give a number {'above 0 and at most' if name == 'scale' else f'from {low:g} to'} {limit:g}."
+            bounds = "above 0 and at most" if name == "scale" else f"from {low:g} to"
+            yield name, f"is {value}; give a number {bounds} {limit:g}."
 
 
 def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> UnknownWords:

@@ -38,9 +38,12 @@ SETS = ("train", "valid", "test")
 _ACCENTS = ("gmw/en-US gmw/en gmw/en-GB-scotland gmw/en-GB-x-rp gmw/en-GB-x-gbclan gmw/en-GB-x-gbcwmd "
             "gmw/en-029 gmw/en-US-nyc")
 _VARIANTS = {
-    "train": ("Alex Alicia Andrea Andy Denis Gene Gene2 Henrique Jacky Lee Marco Mario Mike mike2 Nguyen Reed",
-              "RicishayMax RicishayMax2 Storm antonio benjamin caleb david ed edward edward2 f1 f2 f3 grandma",
-              "gustave iven iven2 iven3 iven4 john kaukovalta klatt klatt2 klatt3 m1 m3 m6 m7 marcelo max",
+    "train": ("Alex Alicia Andrea Andy Denis Gene Gene2 Henrique Jacky Lee Marco Mario Mike mike2 "
+              "Nguyen Reed",
+              "RicishayMax RicishayMax2 Storm antonio benjamin caleb david ed edward edward2 f1 f2 f3 "
+              "grandma",
+              "gustave iven iven2 iven3 iven4 john kaukovalta klatt klatt2 klatt3 m1 m3 m6 m7 marcelo "
+              "max",
               "michel norbert paul pedro robert sandro shelby steph steph2 steph3 travis victor zac"),
     "valid": ("Hugo aunty boris f5 m5 m8 miguel quincy",),
     "test": ("Annie Diogo Michael adam announcer belinda f4 grandpa ian linda m2 m4 pablo rob",),

@@ -4,7 +4,7 @@ Several computers can share the work: the same command on each of them, with `da
 common file system, computes every shard once. Files are locked while they are computed.
 
 A process is this module: it reads lines of JSON, the settings and then one shard at a time, and
-replies to each shard with an `Answer`. It ends with its standard input, and therefore soon after the
+replies to each shard with an `Answer`. It ends with its standard input, and so soon after the
 process that started it. It is not a fork, because the caller may run threads.
 """
 
@@ -65,8 +65,8 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
     num_worth = math.ceil(sum(shard.seconds for shard in pending) / SHARD_S)
     num_processes = min(num_processes or min(len(os.sched_getaffinity(0)), num_worth), len(pending))
     if len(shards) > 1 and pending:
-        report(f"features: {counted(len(shards), 'shard')}, of which {len(shards) - len(pending)} exist "
-               f"already; {counted(num_processes, 'process', 'processes')}")
+        report(f"features: {counted(len(shards), 'shard')}, of which {len(shards) - len(pending)} "
+               f"exist already; {counted(num_processes, 'process', 'processes')}")
     with _processes(config, folder, num_processes if num_processes > 1 else 0) as idle:
         while pending:
             answers = _parallel(pending, idle, num_processes) if num_processes > 1 else \
