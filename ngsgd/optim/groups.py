@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ngsgd.arguments import checked
-from ngsgd.errors import ArgumentError, ConfigError
+from ngsgd.arguments import checked, require_state
+from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError
 from ngsgd.ops.tensors import refuse_sharded
 from ngsgd.optim import updates
 
@@ -19,6 +20,8 @@ _BY_LAYER = ("it is a setting of the layers that AdamW trains: give it by layer,
              "layer_options={\"embedding\": {\"betas\": (0.9, 0.95), \"eps\": 1e-8}}.")
 # arguments of torch.optim.AdamW that are not arguments of the constructors
 OF_LAYERS = {"betas": _BY_LAYER, "eps": _BY_LAYER}
+# name of a group of parameters that no layer of the model has
+OUTSIDE = "(outside of the model)"
 
 
 def require_whole_parameters(model: nn.Module, kind: str) -> None:
@@ -92,3 +95,52 @@ def layer_options(model: nn.Module) -> dict[str, dict[str, Any]]:
     """
     return {f"{name}.{pattern}" if name else pattern: dict(options) for name, module in model.named_modules()
             for pattern, options in getattr(module, "layer_options", {}).items()}
+
+
+def split_by_layer(model: nn.Module, param_group: Mapping[str, Any],
+                   groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield a group for each layer with parameters in `param_group`, named apart from `groups`."""
+    params = param_group["params"]
+    params = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+    owners = {id(p): name or name_of(model) for name, module in reversed(list(model.named_modules()))
+              for p in module.parameters(recurse=False)}
+    members: dict[str, list[Tensor]] = {}
+    for p in params:
+        name = owners.get(id(p), OUTSIDE)
+        if not p.requires_grad:
+            raise ConfigError(f"a parameter of {name} is frozen; call requires_grad_(True) on it before add_param_group.")
+        members.setdefault(name, []).append(p)
+    taken = {group["name"] for group in groups}
+    for name, of_layer in members.items():
+        numbers = (f"{name}#{number}" for number in itertools.count(2))
+        free = name if name not in taken else next(number for number in numbers if number not in taken)
+        yield {**param_group, "params": of_layer, "name": free}
+
+
+def saved_by_parameter(own: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any],
+                       kind: str) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Return (parameter, saved state) in order; raise OptimizerStateError if they do not fit."""
+    require_state(state_dict, ("state", "param_groups"), kind, OptimizerStateError)
+    groups = state_dict["param_groups"]
+    if any("name" not in group for group in groups):
+        raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no "
+                                  "names, as those of torch optimizers; load the state_dict "
+                                  f"of {kind}, or start without it.")
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
+        raise OptimizerStateError("the state is of the layers "
+                                  f"{', '.join(group['name'] for group in groups)}, this "
+                                  f"{kind} of "
+                                  f"{', '.join(group['name'] for group in own)}; "
+                                  "load it with the same model, and freeze layers after the optimizer is created.")
+    found = []
+    for group, saved in zip(own, groups, strict=True):
+        for p, index in zip(group["params"], saved["params"], strict=True):
+            values = state_dict["state"].get(index, {})
+            for key in ("velocity", "exp_avg", "exp_avg_sq"):
+                if values.get(key) is not None and values[key].shape != p.shape:
+                    raise OptimizerStateError(f"the state of {saved['name']} is of shape "
+                                              f"{tuple(values[key].shape)}, the parameter "
+                                              f"of shape {tuple(p.shape)}; load it with the same "
+                                              "model.")
+            found.append((p, values))
+    return found

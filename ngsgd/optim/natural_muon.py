@@ -60,7 +60,7 @@ class OrthogonalMomentum(Rule):
         proposed = {}
         for group, p, direction in steps:
             lr, decay = group["lr"] * group["lr_factor"], group["weight_decay"]
-            # In half precision, and with a huge rate, round a new value in float32 once, and check it.
+            # Round a new value in float32 once, and check it: half precision, and a huge rate.
             if p.dtype in HALF or lr * decay > adamw.MAX_DECAY or lr > adamw.MAX_LR:
                 proposed[p] = (p.to(direction.dtype) * (1.0 - float(lr) * float(decay)) - float(lr) * direction).to(p.dtype)
         if proposed:

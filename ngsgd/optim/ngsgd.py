@@ -10,7 +10,7 @@ from torch import nn
 
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError
-from ngsgd.optim.groups import OF_LAYERS, require_non_negative
+from ngsgd.optim.groups import OF_LAYERS, require_non_negative, saved_by_parameter
 from ngsgd.optim.layers import LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.batched import BatchedPass
 from ngsgd.optim.natural_gradient import STATE, NaturalGradient, path_of
@@ -239,7 +239,7 @@ class NGSGD(Optimizer):
         Raises:
             OptimizerStateError: the state belongs to other layers.
         """
-        saved = self._state_by_parameter(state_dict)
+        saved = saved_by_parameter(self.param_groups, state_dict, type(self).__name__)
         fisher = state_dict.get(STATE) or _unpacked(values for _, values in saved)
         mine = dict(self.preconditioners())
         if fisher.keys() != mine.keys():

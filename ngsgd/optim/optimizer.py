@@ -6,26 +6,31 @@ A `Rule` steps the layers, and AdamW those that are not its own.
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ngsgd.arguments import hints_of, require_state
-from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError, has_grown, warn
+from ngsgd.arguments import hints_of
+from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, has_grown, warn
 from ngsgd.ops.max_change import Limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
 from ngsgd.optim import adamw, updates
 from ngsgd.optim.activity import LimitCounts, StepActivity
-from ngsgd.optim.groups import components, name_of, require_non_negative, require_whole_parameters, set_options
+from ngsgd.optim.groups import (
+    OUTSIDE,
+    components,
+    require_non_negative,
+    require_whole_parameters,
+    saved_by_parameter,
+    set_options,
+    split_by_layer,
+)
 from ngsgd.optim.rule import Minibatch, Rule, Step
 
-# name of a group of such parameters
-_OUTSIDE = "(outside of the model)"
 # Recreated when needed; a scheduler replaces `step`.
 _NOT_COPIED = ("step", "_places")
 # Constrain a layer every fourth step; Kaldi does it at random with probability 1/4.
@@ -124,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a parameter is frozen.
         """
-        for group in [param_group] if "name" in param_group else self._by_layer(param_group):
+        for group in [param_group] if "name" in param_group else split_by_layer(self.model, param_group, self.param_groups):
             _add_param_group(self, group)
         # The constructor of torch also calls this.
         if "counts" in self.__dict__:
@@ -155,23 +160,6 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.rule.adamw_groups(self.param_groups):
             for p in group["params"]:
                 adamw.prepare_state(p, self.state[p])
-
-    def _by_layer(self, param_group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
-        owners = {id(p): name or name_of(self.model) for name, module in reversed(list(self.model.named_modules()))
-                  for p in module.parameters(recurse=False)}
-        members: dict[str, list[Tensor]] = {}
-        for p in params:
-            name = owners.get(id(p), _OUTSIDE)
-            if not p.requires_grad:
-                raise ConfigError(f"a parameter of {name} is frozen; call requires_grad_(True) on it before add_param_group.")
-            members.setdefault(name, []).append(p)
-        taken = {group["name"] for group in self.param_groups}
-        for name, of_layer in members.items():
-            numbers = (f"{name}#{number}" for number in itertools.count(2))
-            free = name if name not in taken else next(number for number in numbers if number not in taken)
-            yield {**param_group, "params": of_layer, "name": free}
 
     def step(self, closure: Callable[[], float] | None = None, *, scale: float = 1.0,  # type: ignore[override]
              num_samples: int | None = None) -> float | None:
@@ -290,7 +278,7 @@ class Optimizer(torch.optim.Optimizer):
         shapes = {id(place.p): place.shape for place in self._places or ()}
         found = {id(p): _ParameterSlot(module._parameters, name, p, shapes.get(id(p), p.shape))
                  for module in self.model.modules() for name, p in module._parameters.items() if p is not None}
-        own = [p for group in self.param_groups if not group["name"].startswith(_OUTSIDE) for p in group["params"]]
+        own = [p for group in self.param_groups if not group["name"].startswith(OUTSIDE) for p in group["params"]]
         places = [found[id(p)] for p in own if id(p) in found]
         if len(places) < len(own) or any(p.shape != shape for _, _, p, shape in places):
             raise ConfigError(f"parameters of this {type(self).__name__} are no longer those of "
@@ -339,7 +327,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             OptimizerStateError: the state belongs to another model.
         """
-        saved = self._state_by_parameter(state_dict)
+        saved = saved_by_parameter(self.param_groups, state_dict, type(self).__name__)
         names = [group["name"] for group in self.param_groups]
         step_count = state_dict.get("step_count", saved[0][1].get("step", 0))
         state = {index: {key: value for key, value in values.items() if key in ("velocity", *adamw.STATE)}
@@ -358,35 +346,6 @@ class Optimizer(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         self._prepare_state()
-
-    def _state_by_parameter(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Return (parameter, saved state) in order; raise OptimizerStateError if they do not fit.
-        """
-        kind = type(self).__name__
-        require_state(state_dict, ("state", "param_groups"), kind, OptimizerStateError)
-        groups = state_dict["param_groups"]
-        if any("name" not in group for group in groups):
-            raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no "
-                                      "names, as those of torch optimizers; load the state_dict "
-                                      f"of {kind}, or start without it.")
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-            raise OptimizerStateError("the state is of the layers "
-                                      f"{', '.join(group['name'] for group in groups)}, this "
-                                      f"{kind} of "
-                                      f"{', '.join(group['name'] for group in self.param_groups)}; "
-                                      "load it with the same model, and freeze layers after the optimizer is created.")
-        found = []
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            for p, index in zip(group["params"], saved["params"], strict=True):
-                values = state_dict["state"].get(index, {})
-                for key in ("velocity", "exp_avg", "exp_avg_sq"):
-                    if values.get(key) is not None and values[key].shape != p.shape:
-                        raise OptimizerStateError(f"the state of {saved['name']} is of shape "
-                                                  f"{tuple(values[key].shape)}, the parameter "
-                                                  f"of shape {tuple(p.shape)}; load it with the same "
-                                                  "model.")
-                found.append((p, values))
-        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but hooks and cached objects; `copy.deepcopy` also copies the model."""

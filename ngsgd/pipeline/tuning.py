@@ -68,7 +68,7 @@ class Proxy:
         """Run the proxy once."""
         from ngsgd.hypergrad import evaluate_hyperparameters
 
-        return evaluate_hyperparameters(self.task, plan, self.config.tune.engine)
+        return evaluate_hyperparameters(self.task, plan)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.device.cases import CASES, NOT_RUN
 
 ROOT = Path(__file__).parents[2]
 # names that compute nothing on a device by themselves
-_NO_STEP = {"DummyObject", "METHODS", "Preconditioner", "GradientMaker", "StepActivity"}
+_NO_STEP = {"DummyObject", "METHODS", "Preconditioner", "GradientMaker", "Optimizer", "StepActivity"}
 # tests that look at certain cases
 _READ_MANY = {"test_natural_gradient_launches_little_more_than_sgd",
               "test_every_transfer_of_estimates_is_one_wait"}

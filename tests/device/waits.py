@@ -29,7 +29,7 @@ _SHIP = "the R x R algebra runs on the host in float64; the transfer starts in t
 _FINITE = "a curvature update that is not finite is skipped"
 WAITS = (
     Wait("ngsgd/preconditioners/update_queue.py", "_to_host", 16, "once per `update_period`", _SHIP),
-    Wait("ngsgd/optim/sgd.py", "activity", 1, "steps 1, 2, 4, 8, 16 ...",
+    Wait("ngsgd/optim/activity.py", "activity", 1, "steps 1, 2, 4, 8, 16 ...",
          "the warning about steps that limits shorten"),
     Wait("ngsgd/cluster/replicas/exchanged_tensors.py", "fill", 4, "once per `sync_every`",
          "a rank that is not finite is excluded"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ngsgd.config.option import option
 
@@ -37,7 +36,3 @@ class TuneConfig:
     coarse_fraction: float = option(
         0.25, "fraction of the budget for the coarse search of initial and final learning rate",
         low=0.0, high=1.0)
-    engine: Literal["auto", "store", "reversible"] = option(
-        "auto",
-        "source of the trajectory in the reverse pass; store: all steps in memory; reversible: "
-        "exactly reversed steps; auto: store up to 1 GB, and if momentum is 0")

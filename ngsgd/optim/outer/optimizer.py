@@ -53,7 +53,7 @@ class OuterOptimizer:
         self.ema_decay = ema_decay
         self.num_threads = num_threads
         # Elements; it changes the speed, never the result.
-        # A power of two: large against call overhead, small for the cache, at most 1/10 of the model.
+        # A power of two: large against call overhead, small for the cache, and at most 1/10 of it.
         self.chunk_size = int(1 << min(max((len(model) // 150).bit_length() - 1, 12), 16))
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, Array] = {"model": model.copy()}
@@ -129,7 +129,7 @@ class OuterOptimizer:
             before = self._read(part)
             start = rule.broadcast(before, self.numbers)
             if start is not before["model"]:
-                # Round B to the dtype in transit, so that rounding is not counted as a change by the jobs.
+                # As received by the jobs: rounding in transit is not counted as their change.
                 start = start.astype(self.arrays["model"].dtype).astype(np.float64)
             if returns == "move":
                 mean += start
