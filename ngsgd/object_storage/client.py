@@ -73,10 +73,12 @@ class ObjectStore:
         check_url(self.url)
         obstore = _library()
         try:
+            # only an explicit http:// is used without TLS
+            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
             self._store = obstore.store.from_url(
                 self.url, client_options={"timeout": timedelta(seconds=timeout_s or max(1.0, retry_s / 2)),
                                           "connect_timeout": timedelta(seconds=min(5.0, max(1.0, retry_s / 2))),
-                                          "allow_http": _endpoint().startswith("http://")},
+                                          "allow_http": endpoint.startswith("http://")},
                 retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=retry_s),
                               "backoff": {"init_backoff": timedelta(milliseconds=100),
                                           "max_backoff": timedelta(seconds=min(15.0, retry_s / 4)), "base": 2}})
@@ -230,11 +232,6 @@ class ObjectStore:
         except exceptions.BaseError as error:
             raise ObjectStorageError(f"{where} could not be {done} ({_first_line(error)}); check the network and the bucket, "
                                      "then continue.") from error
-
-
-def _endpoint() -> str:
-    """The address of S3 in the environment; only an explicit http:// is used without TLS."""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
 def _library() -> Any:

@@ -138,7 +138,9 @@ class Lease:
         """
         while True:
             before = read_head(self.store)
-            if before and before.holder and not self._ended_here(before):
+            # a process of this machine may be known to be dead
+            if before and before.holder and (not process_identity.is_here(before.holder)
+                                             or process_identity.is_alive(before.holder)):
                 before = self._expired(before)
             if self._taken(before):
                 break
@@ -177,11 +179,6 @@ class Lease:
             self._change(holder={})
 
     # Waiting for the last holder ------------------------------------------------------------------
-
-    @staticmethod
-    def _ended_here(head: Head) -> bool:
-        """Whether the holder was a process of this machine and is certainly dead."""
-        return process_identity.is_here(head.holder) and not process_identity.is_alive(head.holder)
 
     def _expired(self, head: Head) -> Head | None:
         """Wait until the lease expires; raise RunLockedError if it is renewed meanwhile."""

@@ -59,7 +59,8 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
     try:
         adaptation, transforms = read(path, corpus.num_pdfs), arrays.read(_of_speakers(path))
     except (OSError, ValueError):
-        report(Phase(f"training {_kind(config)} on {counted(len(set(corpus.train.speakers)), 'speaker')}"))
+        what = "LDA, MLLT and fMLLR" if config.adaptation.fmllr else "LDA and MLLT"
+        report(Phase(f"training {what} on {counted(len(set(corpus.train.speakers)), 'speaker')}"))
         adaptation, transforms = _trained(config, corpus)
         arrays.write(path, adaptation.arrays())
         arrays.write(_of_speakers(path), transforms)
@@ -111,10 +112,6 @@ def read(path: Path, num_pdfs: int) -> SpeakerAdaptation:
         ValueError: it is damaged.
     """
     return SpeakerAdaptation.of_arrays(arrays.read(path), num_pdfs)
-
-
-def _kind(config: RunConfig) -> str:
-    return "LDA, MLLT and fMLLR" if config.adaptation.fmllr else "LDA and MLLT"
 
 
 def _trained(config: RunConfig,
@@ -267,7 +264,7 @@ def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:
     with files.shared_directory(folder, _INDEX) as new:
         for name in _SETS:
             speech: SpeechSet = getattr(corpus, name)
-            num_rows = int(_num_rows(speech, model.front.config.period).sum())
+            num_rows = int((-(-np.diff(speech.frames.offsets) // model.front.config.period)).sum())
             mapped.write_rows(new / f"{name}.npy", (num_rows, model.front.config.dim),
                               extract(speech, model, most_utterances=_UTTERANCES[name]))
         index = files.sealed("i-vectors", {"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
@@ -296,10 +293,6 @@ def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
         rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
         if rows_RS.shape != (int((-(-lengths // config.ivectors.period)).sum()), config.ivectors.dim):
             raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
-
-
-def _num_rows(speech: SpeechSet, period: int) -> npt.NDArray[np.int64]:
-    return np.asarray(-(-np.diff(speech.frames.offsets) // period))
 
 
 def _with_rows(speech: SpeechSet, rows_RS: npt.NDArray[np.float32], period: int) -> SpeechSet:

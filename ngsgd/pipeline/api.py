@@ -167,13 +167,9 @@ def _services(config: RunConfig, quiet: bool) -> Services:
     if missing and (config.cluster.kind == "ray" or config.tracking.kind != "none"):
         raise ConfigError(f"{missing[0]} is not installed, which cluster=ray and tracking need; install ngsgd[service].")
     if missing:
-        return Services(report=_ignore if quiet else print, warn=print)
+        return Services(report=(lambda _line: None) if quiet else print, warn=print)
     launcher = importlib.import_module("ngsgd.launcher.commands.train")
     return launcher.services_of(config, quiet)  # type: ignore[no-any-return]
-
-
-def _ignore(_line: str) -> None:
-    pass
 
 
 def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mapping[str, Any], name: str) -> RunConfig:

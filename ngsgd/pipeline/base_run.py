@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,10 +44,6 @@ from ngsgd.training.storage.lock import RunLock
 from ngsgd.training.task import Task, TaskSpec, seeded_model
 from ngsgd.training.verification.repetition import Verification
 from ngsgd.training.worker_pool import WorkerPool
-
-
-def _ignore(_about: Mapping[str, Any]) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,7 @@ class BaseRun(ABC):
         """
         resume = resume_command(self.config.task, self.folder.path)
         signal_name = partial(getattr, self.services.stop, "signal_name", "")
-        with self.folder.error_recorded(signal_name, events.failed if events else _ignore):
+        with self.folder.error_recorded(signal_name, events.failed if events else lambda _about: None):
             try:
                 yield
             except (RunInterrupted, KeyboardInterrupt) as interrupt:

@@ -92,7 +92,7 @@ class Ladder:
             RunInterrupted: a stop was requested in a first network; the same command continues.
         """
         climbs = config.align.num_full_passes > 0
-        if climbs and config.init_model and (known := _labels_of(config.init_model)):
+        if climbs and config.init_model and (known := RunFolder(folder_of_model(config.init_model)).alignment()):
             # another tree would not have the states of the initial model
             return replace(config.data, alignment=known)
         data = with_alignment(config, cache_root, report)
@@ -148,11 +148,6 @@ class Ladder:
         alignments.write(labels, label(network, run.folder, cache_folder(network),
                                        self._services.report))
         return run.metrics
-
-
-def _labels_of(model: str) -> str:
-    """The file of labels that a model was trained on; empty where it is not known."""
-    return RunFolder(folder_of_model(model)).alignment()
 
 
 def _errors_of_mixtures(config: RunConfig, corpus: Corpus, adaptation: Path) -> Errors:

@@ -55,39 +55,23 @@ def local_pool(request: PoolRequest) -> WorkerPool:
                       "choose local or in_process.")
 
 
-def _silent(_line: str) -> None:
-    pass
-
-
-def _no_start(_config: RunConfig) -> None:
-    pass
-
-
-def _no_trackers(_config: RunConfig, _folder: RunFolder) -> Sequence[Tracker]:
-    return ()
-
-
-def _no_plot(_events: Path, _picture: Path) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Services:
     """Injected parts of a run; with the defaults a run is silent and stays on this machine."""
 
     # receives progress of the preparation, line by line
-    report: Report = _silent
-    warn: Report = _silent
+    report: Report = lambda _line: None
+    warn: Report = lambda _line: None
     # called after the settings are checked and before data are prepared: workers may start
     # meanwhile
-    begin: Callable[[RunConfig], None] = _no_start
+    begin: Callable[[RunConfig], None] = lambda _config: None
     make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
     # type of the workers for a line of progress; empty: cluster.kind
     workers: str = ""
-    make_trackers: Callable[[RunConfig, RunFolder], Sequence[Tracker]] = _no_trackers
+    make_trackers: Callable[[RunConfig, RunFolder], Sequence[Tracker]] = lambda _config, _folder: ()
     stop: StopSignal = field(default_factory=NeverStop)
     # active while outer iterations run; Ctrl-C raises KeyboardInterrupt outside of it
     catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext
     # plots the learning curve from events.jsonl
-    plot: Callable[[Path, Path], None] = _no_plot
+    plot: Callable[[Path, Path], None] = lambda _events, _picture: None
     clock: Callable[[], float] = time.monotonic

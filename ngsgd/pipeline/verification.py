@@ -59,26 +59,19 @@ def verify_run(config: RunConfig, folder: RunFolder, spec: TaskSpec, task: Task,
     pool = InProcessPool(spec, 1, fingerprint.num_threads)
     pool.start()
     try:
-        differences = _differences(fingerprint, pool)
+        differences: Sequence[str] = fingerprint.differences
+        if not differences and pool.device.type != "cpu":
+            differences = (f"{pool.device} adds in no fixed order",)
         for line in differences:
             report(f"compared with a tolerance, because bits may differ: {line}")
-        checks = verify(request.sample.of(jobs, len(counted), request.seed), starts, pool, _objectives(folder),
+        # (outer iteration, job) -> objective per frame during training
+        objectives = {(event["outer_iter"], job["job"]): job["objf"] for event in read_events(folder.events)
+                      if event["event"] == "outer_iteration" for job in event["jobs"]}
+        checks = verify(request.sample.of(jobs, len(counted), request.seed), starts, pool, objectives,
                         is_bitwise=not differences, report=request.report)
     finally:
         pool.close()
     return Verification(len(counted), len(jobs), tuple(differences), tuple(checks))
-
-
-def _differences(fingerprint: FingerprintCheck, pool: InProcessPool) -> Sequence[str]:
-    if fingerprint.differences:
-        return fingerprint.differences
-    return () if pool.device.type == "cpu" else (f"{pool.device} adds in no fixed order",)
-
-
-def _objectives(folder: RunFolder) -> dict[tuple[int, int], float]:
-    """(outer iteration, job) -> objective per frame during training."""
-    return {(event["outer_iter"], job["job"]): job["objf"] for event in read_events(folder.events)
-            if event["event"] == "outer_iteration" for job in event["jobs"]}
 
 
 def _coverage(num_repeatable: int, num_counted: int, config: RunConfig) -> str:

@@ -178,28 +178,25 @@ class Prediction:
         return self.samples / (self.work_s * self.stretch)
 
 
-def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int,
-            num_workers: int) -> Prediction:
-    """Predict one outer iteration; with fewer workers than jobs there are several rounds."""
-    busy = min(num_jobs, num_workers)
-    rounds = math.ceil(num_jobs / busy)
-    speed = _speed(machine, site, num_workers, busy)
-    slots = min(busy, site.num_slots)
+def predict(machine: Machine, workload: Workload, site: Site, num_jobs: int) -> Prediction:
+    """Predict one outer iteration with a worker for each job."""
+    speed = _speed(machine, site, num_jobs)
+    slots = min(num_jobs, site.num_slots)
     work_s = workload.samples / speed.rate
-    # the operating system shares the cores evenly, so all jobs of a round end together
-    sharing = busy / slots
+    # the operating system shares the cores evenly, so all jobs end together
+    sharing = num_jobs / slots
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size)
-    stretch = rounds * max(sharing, straggler_factor(sigma, busy))
+    stretch = max(sharing, straggler_factor(sigma, num_jobs))
     # a machine of a cluster receives the model once, for all of its workers
-    num_models = site.num_machines * rounds if site.num_machines > 1 else num_jobs
+    num_models = site.num_machines if site.num_machines > 1 else num_jobs
     link = replace(site.link, latency_s=site.link.latency_s * site.num_messages)
     travel_s = travel_time_s(num_jobs, workload.model_bytes, link, num_machines=num_models, compression=workload.compression)
-    compute_s = work_s * stretch + rounds * sharing * speed.fixed_s + travel_s
+    compute_s = work_s * stretch + sharing * speed.fixed_s + travel_s
     average_s = num_jobs * workload.model_bytes / site.link.add_speed
     # diagnostics run in a thread of low priority: on cores without workers, and on all cores while
     # the coordinator averages and saves
     used = 0 if machine.num_gpus else speed.num_threads * (1 if site.one_by_one
-                                                           else math.ceil(busy / site.num_machines))
+                                                           else math.ceil(num_jobs / site.num_machines))
     hidden_s = average_s + machine.checkpoint_s + (compute_s if used < machine.num_cores else 0.0)
     return Prediction(
         num_jobs=num_jobs, samples=workload.samples, work_s=work_s, slots_used=slots,
@@ -208,10 +205,10 @@ def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int,
         diagnostics_s=max(0.0, speed.diagnostics_s - hidden_s))
 
 
-def _speed(machine: Machine, site: Site, num_workers: int, busy: int) -> Speed:
+def _speed(machine: Machine, site: Site, num_jobs: int) -> Speed:
     if site.one_by_one:
-        return _between(machine.serial, threads_of(machine.num_cores, num_workers), "num_threads")
-    count = math.ceil(busy / site.num_machines)
+        return _between(machine.serial, threads_of(machine.num_cores, num_jobs), "num_threads")
+    count = math.ceil(num_jobs / site.num_machines)
     # without sharing, measurements of workers that shared cores do not apply
     if count <= site.slots_per_machine:
         count = min(count, machine.slots(machine.parallel[-1].num_threads))

@@ -183,7 +183,7 @@ def _on_cluster(machine: Machine, workload: Workload, config: RunConfig, count: 
     machine = machine if assumed.sigma is None else replace(machine, spread=Spread(assumed.sigma, 0.0))
     link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
     site = _site(machine, config, count, assumed, link)
-    there = planner.predict(machine, workload, site, num_jobs=count, num_workers=count)
+    there = planner.predict(machine, workload, site, count)
     return site, there, retry_wait_s(assumed.failures_per_worker_hour / 3600, count, there.compute_s, assumed.replace_s)
 
 
@@ -202,7 +202,7 @@ def _num_outer_iters(workload: Workload, count: int) -> int:
 
 def _here(machine: Machine, workload: Workload, config: RunConfig, num_workers: int) -> Prediction:
     site = _site_here(machine, config, num_workers)
-    return planner.predict(machine, workload, site, num_jobs=num_workers, num_workers=num_workers)
+    return planner.predict(machine, workload, site, num_workers)
 
 
 def _site(machine: Machine, config: RunConfig, num_workers: int, assumed: Assumptions, link: Link) -> Site:

@@ -91,7 +91,8 @@ class SimulatedPool:
         self._outcomes: deque[Outcome] = deque()
         # workers that were busy so far: a schedule may begin with few jobs
         self._num_wanted = 0
-        self._slots = [self._new_slot(index) for index in range(num_workers)]
+        chances = [cluster.failures_of(index) for index in range(num_workers)]
+        self._slots = [_SimulatedWorker(index, chance, cluster.time_to_failure(chance)) for index, chance in enumerate(chances)]
 
     def clock(self) -> float:
         """Virtual seconds since the pool was created."""
@@ -164,10 +165,6 @@ class SimulatedPool:
         self.abandon()
 
     # Events ---------------------------------------------------------------------------------------
-
-    def _new_slot(self, index: int) -> _SimulatedWorker:
-        chance = self.cluster.failures_of(index)
-        return _SimulatedWorker(index, chance, self.cluster.time_to_failure(chance))
 
     def _advance(self, until: float, *, is_averaging: bool = False) -> None:
         """Advance the clock and process all events in order."""

@@ -19,7 +19,7 @@ def to_yaml(config: RunConfig) -> str:
     settings = _plain(asdict(config))
     if config.task._target_:
         settings = _without_speech(settings, "")
-    return dump_yaml(settings, allow_unicode=True, explicit_end=True)
+    return dump_yaml(settings, has_end_mark=True)
 
 
 def _without_speech(settings: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -141,18 +141,13 @@ def open_final(path: Path, *, trust: bool = False,
     settings = permission.as_own(about["model"], own)
     permission.require(settings, path / "model.json", about["run_id"], trust=trust)
     try:
-        return _opened(path, about, settings)
+        state = load_file(path / "model.safetensors")
+        transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
+        require_memory(ModelConfig(**settings), about["num_inputs"], about["num_classes"])
+        return rebuild(about, settings, state, transform)
     except OSError:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError,
             AttributeError) as error:
         raise CheckpointError(f"the final model in {path} cannot be used ({type(error).__name__}: "
                               f"{str(error).partition(chr(10))[0]}); {_again(path)}") from error
-
-
-def _opened(path: Path, about: Mapping[str, Any],
-            settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    state = load_file(path / "model.safetensors")
-    transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
-    require_memory(ModelConfig(**settings), about["num_inputs"], about["num_classes"])
-    return rebuild(about, settings, state, transform)

@@ -32,7 +32,7 @@ class FingerprintCheck:
     @classmethod
     def of_new_run(cls, config: RunConfig, folder: RunFolder, *, allow_other_bits: bool) -> FingerprintCheck:
         num_threads = resolve_threads(config.cluster, os.cpu_count() or 1)
-        no_kernels = why_no_kernels(_ignore)
+        no_kernels = why_no_kernels(lambda _line: None)
         here = _of_coordinator(config, num_threads, no_kernels)
         agreement = Agreement(here, allow_other_bits=allow_other_bits, has_kernels=not no_kernels)
         return cls(num_threads, agreement, FingerprintFile(folder.fingerprint), no_kernels=no_kernels)
@@ -78,10 +78,6 @@ class FingerprintCheck:
         stored, found = self.file.newest(), self.agreement.found
         if found is not None and found != stored:
             self.file.append(found, outer_iter, stored.differences(found) if stored else ())
-
-
-def _ignore(_line: str) -> None:
-    pass
 
 
 def _of_coordinator(config: RunConfig, num_threads: int, no_kernels: str) -> Fingerprint:

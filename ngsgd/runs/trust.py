@@ -88,8 +88,9 @@ def require(model: Module, source: Path, run_id: str = "", *, trust: bool = Fals
         allowed_modules.add(digest)
         return
     where = settings.get("search_path") or "the current folder"
+    arguments = f" with {str(settings['args'])[:200]}" if settings.get("args") else ""
     raise ConfigError(
-        f"{source} asks to import {settings['_target_']} from {where}{_shown_args(settings)}, "
+        f"{source} asks to import {settings['_target_']} from {where}{arguments}, "
         "which runs that code with your permissions, but this user did not begin that run on this "
         f"machine. Inspect that module; if you trust it, repeat this with {option('trust')}, or "
         f"{VARIABLE}=1 in the environment.")
@@ -189,8 +190,3 @@ def _digest(settings: Mapping[str, Any]) -> str:
     # through JSON first: a file has strings for all keys, and lists for tuples
     plain = json.loads(json.dumps(executed, default=str))
     return digest_of_json(plain)
-
-
-def _shown_args(settings: Mapping[str, Any]) -> str:
-    args = settings.get("args")
-    return f" with {str(args)[:200]}" if args else ""

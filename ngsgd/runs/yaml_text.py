@@ -68,12 +68,12 @@ def _depth(text: str) -> int:
     return most
 
 
-def dump_yaml(tree: Any, **options: Any) -> str:
+def dump_yaml(tree: Any, *, has_end_mark: bool = False) -> str:
     """Return YAML that `load_yaml`, and readers of YAML 1.1, read as the same tree.
 
     Args:
         tree: mappings, lists and plain values.
-        options: options of `yaml.safe_dump`.
+        has_end_mark: end with "...", which shows that a file is complete. Default: False.
     """
     import yaml
 
@@ -82,7 +82,7 @@ def dump_yaml(tree: Any, **options: Any) -> str:
 
     for kind, (pattern, first) in _PLAIN.items():
         Dumper.add_implicit_resolver(f"{_TAG}{kind}", pattern, first)
-    return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, **options))
+    return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=has_end_mark, explicit_end=has_end_mark))
 
 
 def load_yaml(text: NamedText | str) -> Any:

@@ -218,9 +218,8 @@ MACHINE = Machine(
 WORKLOAD = Workload(samples=10000.0, minibatch_size=100, model_bytes=10_000_000, total_samples=1e6)
 
 
-def _predict(count: int, site: Site | None = None, workers: int = 0) -> planner.Prediction:
-    workers = workers or count
-    return planner.predict(MACHINE, WORKLOAD, site or planner.this_machine(MACHINE, workers), num_jobs=count, num_workers=workers)
+def _predict(count: int, site: Site | None = None) -> planner.Prediction:
+    return planner.predict(MACHINE, WORKLOAD, site or planner.this_machine(MACHINE, count), count)
 
 
 def test_an_outer_iteration_is_the_sum_of_its_parts() -> None:
@@ -238,17 +237,13 @@ def test_an_outer_iteration_is_the_sum_of_its_parts() -> None:
 def test_diagnostics_take_no_time_where_a_core_is_free() -> None:
     roomy = replace(MACHINE, num_cores=8, parallel=MACHINE.parallel[:3])
     site = planner.this_machine(roomy, 4)
-    assert planner.predict(roomy, WORKLOAD, site, num_jobs=4, num_workers=4).diagnostics_s == 0.0
+    assert planner.predict(roomy, WORKLOAD, site, 4).diagnostics_s == 0.0
 
 
 def test_more_workers_than_cores_take_turns_at_the_speed_measured_for_that() -> None:
     assert _predict(8).compute_s == pytest.approx(2 * (12.5 + 0.4) + 0.16)
     assert _predict(16).compute_s == pytest.approx(4 * (12.5 + 0.4) + 0.32)
     assert _predict(16).efficiency < 1.0
-
-
-def test_jobs_wait_for_workers() -> None:
-    assert _predict(8, workers=4).compute_s == pytest.approx(2 * (10.0 * straggler_factor(0.1, 4) + 0.3) + 0.16)
 
 
 def test_in_one_process_jobs_follow_each_other() -> None:
@@ -262,7 +257,7 @@ def test_between_measured_points_speed_follows_a_power() -> None:
     """
     machine = replace(MACHINE, parallel=(Speed(1, 4, 4000.0, 0.2, 0.1), Speed(4, 1, 1000.0, 0.2, 0.1)))
     site = planner.this_machine(machine, 2)
-    assert planner.predict(machine, WORKLOAD, site, num_jobs=2, num_workers=2).work_s == pytest.approx(10000 / 2000)
+    assert planner.predict(machine, WORKLOAD, site, 2).work_s == pytest.approx(10000 / 2000)
 
 
 def test_on_a_cluster_everyone_has_a_core_and_the_model_goes_over_its_link() -> None:
@@ -273,7 +268,7 @@ def test_on_a_cluster_everyone_has_a_core_and_the_model_goes_over_its_link() -> 
     assert found.work_s == pytest.approx(10.0)  # not the speed of workers that take turns
     # a machine receives the model once; each of its workers sends a result
     assert found.compute_s == pytest.approx(10.0 * straggler_factor(0.1, 1000) + 0.3 + 7 * 0.002 + (250 + 1000) * 0.1)
-    packed = planner.predict(MACHINE, replace(WORKLOAD, compression=100.0), site, num_jobs=1000, num_workers=1000)
+    packed = planner.predict(MACHINE, replace(WORKLOAD, compression=100.0), site, 1000)
     assert found.compute_s - packed.compute_s == pytest.approx(0.99 * 1000 * 0.1)
     assert found.average_s == pytest.approx(1000 * 0.01)
 

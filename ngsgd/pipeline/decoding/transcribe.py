@@ -52,7 +52,9 @@ def find_audio(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
                     "name the files, or convert them: ffmpeg -i INPUT -ac 1 OUTPUT.wav"
                 )
             found += audio
-            others += [one for one in inside if one not in set(audio) and not _is_hidden(one.relative_to(path))]
+            is_audio = set(audio)
+            others += [one for one in inside if one not in is_audio
+                       and not any(part.startswith(".") for part in one.relative_to(path).parts)]
         elif not path.exists() and glob.has_magic(name):
             matching = sorted(
                 Path(one) for one in glob.glob(name, recursive=True) if Path(one).is_file()
@@ -63,10 +65,6 @@ def find_audio(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
         else:
             found.append(path)
     return found, others
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def transcribe_all(

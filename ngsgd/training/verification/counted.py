@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,16 +53,12 @@ def counted_jobs(ledger: Path) -> list[CountedJob]:
         for entry in sorted(one.settled, key=lambda entry: int(entry["job"])):
             plan = one.planned.get(entry["job"])
             if plan and entry.get("digest"):
-                found.append(_counted(entry, plan, passes))
+                pieces = work_done(pieces_of(entry["pieces"]), pieces_of(entry["left"]))
+                found.append(CountedJob(entry["outer_iter"], entry["job"], entry["attempt"], entry["worker"], pieces,
+                                        entry["digest"], plan["lr"], plan["lr_factor"], passes))
         passes += sum(piece.outer_iter == one.outer_iter for plan in one.planned.values() for piece in pieces_of(plan["pieces"])
                       if piece.first == 0)
     return found
-
-
-def _counted(entry: dict[str, Any], plan: dict[str, Any], passes_done: int) -> CountedJob:
-    return CountedJob(entry["outer_iter"], entry["job"], entry["attempt"], entry["worker"],
-                      work_done(pieces_of(entry["pieces"]), pieces_of(entry["left"])), entry["digest"], plan["lr"],
-                      plan["lr_factor"], passes_done)
 
 
 @dataclass(frozen=True)
@@ -84,14 +79,11 @@ class Starts:
         if self.settings.jobs_keep_state:
             # they also start from results of earlier jobs
             return self.store.has_jobs(outer_iter - 1)
-        return outer_iter - 1 in self.store.outer_iters() or (self._is_model_enough and outer_iter - 1 in self.store.kept())
-
-    @property
-    def _is_model_enough(self) -> bool:
-        """Whether jobs start from the model alone, without other contents of a checkpoint."""
         settings = self.settings
-        return not (make_rule(settings.outer).buffers or settings.keeps_fisher or settings.optimizer.equalize_layers
-                    or settings.failure.on_bad_batch == "quarantine")
+        # otherwise jobs start from the model alone
+        needs_checkpoint = (make_rule(settings.outer).buffers or settings.keeps_fisher or settings.optimizer.equalize_layers
+                            or settings.failure.on_bad_batch == "quarantine")
+        return outer_iter - 1 in self.store.outer_iters() or (not needs_checkpoint and outer_iter - 1 in self.store.kept())
 
     def jobs(self, outer_iter: int, wanted: Sequence[CountedJob], pool: WorkerPool) -> Iterator[tuple[CountedJob, Job]]:
         """Create jobs of an outer iteration; their model is freed at the end.
@@ -112,7 +104,7 @@ class Starts:
             init.forget()
         if states.layer_rates is not None and states.excluded is not None:
             progress = replace(progress, layer_rates=states.layer_rates, bad_examples=states.excluded)
-        start = pool.publish(averaged.optimizer.broadcast if states.model is None else partial(_copy, states.model))
+        start = pool.publish(averaged.optimizer.broadcast if states.model is None else partial(np.copyto, src=states.model))
         try:
             for one in wanted:
                 yield one, self._job(one, progress, init, start)
@@ -135,10 +127,6 @@ class Starts:
                    progress=min(1.0, one.passes_done / self.schedule.num_passes), returns=init.returns,
                    send=init.fragment(one.outer_iter), keep_own=init.need_own, keep_fisher=self.settings.keeps_fisher,
                    layer_rates=before.layer_rates, excluded=before.bad_examples)
-
-
-def _copy(source: Vector, out: Vector) -> None:
-    np.copyto(out, source)
 
 
 def require_any(jobs: Sequence[CountedJob], starts: Starts) -> list[CountedJob]:
