@@ -129,12 +129,6 @@ def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path
     assert sorted(i.what for i in run.recorder.incidents) == ["worker_died", "worker_retired"]
 
 
-def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
-    run = Run(tmp_path, config(failure=FailureConfig(max_restarts_per_hour=0)))
-    with pytest.raises(ClusterError, match="no worker is left: each died more than"):
-        run.train(PoolThatLosesWorkers(run, lambda job: job.outer_iter == 1))
-
-
 @pytest.mark.parametrize("exchange", ["collective", "object_store"])
 def test_exchanges_between_machines_are_bitwise_identical_to_shared_memory(tmp_path: Path, exchange: Any) -> None:
     whole = undisturbed(config())
