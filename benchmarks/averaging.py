@@ -232,7 +232,7 @@ class Planes:
         def one_round() -> None:
             results = ray.get([member.kept.remote(self.model, rank) for rank, member in enumerate(self.members)])
             mean = self.exchange.mean([remote(result, lambda kept: self.start) for result in results], self.weights, ask,
-                                      lambda kept: "")
+                                      lambda kept: None)
             assert mean is not None
             self._step(optimizer, [mean], [1.0])
         return one_round

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngsgd.training import device_copies
+from ngsgd.training import devices
 from ngsgd.training.devices import on_device
 from ngsgd.training.task import Batch, map_tensors
 
@@ -75,7 +75,7 @@ class Cuda:
         monkeypatch.setattr(Tensor, "pin_memory", _method(self.pin))
         monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is one for one in self.pinned))
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.used_on[id(tensor)].append(stream))
-        monkeypatch.setattr(device_copies, "data_to_device", lambda data, device: map_tensors(data, self.copy))
+        monkeypatch.setattr(devices, "data_to_device", lambda data, device: map_tensors(data, self.copy))
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
