@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 
+from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DataError
@@ -97,11 +98,13 @@ class PoolThatWaitsForSnapshots(PoolThatLosesWorkers):
     """Kills a worker after the first snapshot of its job."""
 
     def submit_to(self, job: Job, worker: int) -> None:
-        lend, taken = self._snapshots.lend, []
+        lend, taken = self._snapshots.lend, list[SharedSnapshotMemory]()
 
-        def remember(job: Job, worker: int) -> Any:
-            taken.append(lend(job, worker))
-            return taken[-1]
+        def remember(job: Job, worker: int) -> SharedSnapshotMemory | None:
+            memory = lend(job, worker)
+            assert memory is not None
+            taken.append(memory)
+            return memory
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self._snapshots, "lend", remember)
             super().submit_to(job, worker)
