@@ -36,7 +36,7 @@ EVENTS = "ngsgd/training/storage/event_log.py"
 FILES = "ngsgd/files.py"
 RESUME = "ngsgd/pipeline/base_run.py"
 FOLDER = "ngsgd/runs/run_folder.py"
-AWAKE = "ngsgd/training/awake_clock.py"
+AWAKE = "ngsgd/training/worker_wait.py"
 PLANNING = "ngsgd/training/planning.py"
 
 # two need rare combinations, and a loaded machine runs few seeds in the time
@@ -65,7 +65,7 @@ MUTANTS = [
     FaultMutant("no_fencing", CHECKPOINT, "            self.lock.require_held()\n", "", "50c59f64"),
     FaultMutant("absence_is_counted", AWAKE, "counted_s = min(step_s, self.longest_step_s)", "counted_s = step_s", "c202826e"),
     FaultMutant("own_kill_is_evidence_against_data", DISPATCHER,
-                "self._hangs.get(job.pieces[0], 0) + failure.from_outside", "self._hangs.get(job.pieces[0], 0)", "c202826e"),
+                "self._hangs.get(piece, 0) + failure.from_outside", "self._hangs.get(piece, 0)", "c202826e"),
     FaultMutant("config_not_synced", FILES, "            fsync(temporary)\n            temporary.rename(final)",
                 "            temporary.rename(final)", "50c59f64"),
     FaultMutant("half_written_line_stays", FILES, "            self._remove_unfinished_line()\n", "", "50c59f64"),
@@ -104,10 +104,9 @@ MUTANTS = [
     FaultMutant("same_attempt_again", DISPATCHER, "replace(job, attempt=job.attempt + 1)", "job"),
     FaultMutant("hang_not_detected", DISPATCHER, "            if now - since > deadline_s:\n", "            if False:\n"),
     FaultMutant("deferred_work_dropped", DISPATCHER,
-                "            state.deferred += job.pieces\n            self._give_up(state, job, \"deferred\", failure.reason)",
-                "            self._give_up(state, job, \"deferred\", failure.reason)"),
-    FaultMutant("one_attempt_fewer", DISPATCHER, "elif tries - hangs >= self.failure.max_attempts:",
-                "elif tries - hangs >= self.failure.max_attempts - 1:"),
+                "                self._failures[piece] = num_failed\n                state.deferred += job.pieces\n",
+                "                self._failures[piece] = num_failed\n"),
+    FaultMutant("one_attempt_fewer", DISPATCHER, "if tries >= policy.max_attempts:", "if tries >= policy.max_attempts - 1:"),
     FaultMutant("running_jobs_never_end", DISPATCHER, "        state.running.discard(outcome.job.job)\n", ""),
     FaultMutant("lost_result_stays_settled", DISPATCHER, "            state.unsettled.add(failure.job.job)\n", ""),
     # checkpoints

@@ -117,7 +117,8 @@ def require_cpus(num_cpus: int, address: str) -> None:
     Machines that join the cluster just now are waited for.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while (most := _most_cpus()) < num_cpus and time.monotonic() < deadline:
+    while (most := max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)) < num_cpus \
+            and time.monotonic() < deadline:
         time.sleep(0.2)
     if not most:
         raise ClusterError(f"the Ray cluster at {address} offers 0 CPUs to workers; run on each machine that trains: "
@@ -134,10 +135,6 @@ def room_for_workers(num_cpus: int) -> str:
         return ""
     room = sum(int(node["Resources"].get("CPU", 0.0) // num_cpus) for node in ray.nodes() if node["Alive"])
     return f" (each takes {num_cpus} CPUs, and the machines of the cluster have room for {room})"
-
-
-def _most_cpus() -> float:
-    return max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
 
 
 def connect(config: ClusterConfig) -> bool:

@@ -9,7 +9,7 @@ import ray
 
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.data.fetching.publishing import Offer
-from ngsgd.data.fetching.source import FileSource, StoreSource
+from ngsgd.data.fetching.source import StoreSource
 from ngsgd.launcher.ray.file_server import CoordinatorSource, start_server
 from ngsgd.launcher.ray.folders import UnseenFolder
 from ngsgd.tasks.speech import SpeechTaskSpec
@@ -51,7 +51,9 @@ class NodeData:
             self._offers = spec.offers()
         if unseen.folder not in [offer.folder.path for offer in self._offers]:
             return None
-        source = StoreSource(data.store) if data.store else self._coordinator()
+        if not data.store and self._server is None:
+            self._server = start_server({digest: str(path) for offer in self._offers for digest, path in offer.paths.items()})
+        source = StoreSource(data.store) if data.store else CoordinatorSource(self._server)
         if unseen.ip not in self._nodes:
             self._nodes.add(unseen.ip)
             self._report(f"node {unseen.host} ({unseen.ip}) does not see {unseen.folder}; its workers fetch the prepared data "
@@ -63,11 +65,6 @@ class NodeData:
         if self._server is not None:
             ray.kill(self._server)
             self._server = None
-
-    def _coordinator(self) -> FileSource:
-        if self._server is None:
-            self._server = start_server({digest: str(path) for offer in self._offers or () for digest, path in offer.paths.items()})
-        return CoordinatorSource(self._server)
 
 
 def fetching(spec: TaskSpec, remote: RemoteData) -> TaskSpec:

@@ -305,8 +305,10 @@ class RayPool(SlotPool[WorkerSlot]):
         if slot.address is None:
             return found, True
         deadline = time.monotonic() + _GONE_S
-        while (is_there := self._is_here(slot) and _runs(slot.address.process_id)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        is_there = self._is_here(slot)
+        while is_there and time.monotonic() < deadline:
+            is_there = process_identity.state_and_start_time(slot.address.process_id)[0] not in ("", "Z", "X")
+            time.sleep(0.01 * is_there)
         where = f"process {slot.address.process_id} on {slot.address.host}"
         return replace(found, reason=f"{where}: {found.reason}"), self._is_here(slot) and not is_there
 
@@ -373,7 +375,3 @@ class RayPool(SlotPool[WorkerSlot]):
 def _control(method: Any) -> Any:
     """Call a method of an actor that runs next to a job."""
     return method.options(concurrency_group="control").remote()
-
-
-def _runs(process_id: int) -> bool:
-    return process_identity.state_and_start_time(process_id)[0] not in ("", "Z", "X")

@@ -91,13 +91,13 @@ def explain(run: Path) -> Answer:
     counts = dict(Counter(one.cause.culprit for one in faults))
     values = _values(folder, state, record)
     if fault is None:
-        return Answer(folder.address, state["state"], summary=_calm(state["state"]), note=note,
+        return Answer(folder.address, state["state"], summary=_CALM.get(state["state"], "No fault was recorded."), note=note,
                       next=_AFTER_CALM.get(state["state"], "").format(**values))
     fault = _with_exception(folder, fault)
     is_over = bool(end) or (state["state"] not in ("SUCCEEDED", "RUNNING") and fault.severity >= INTERRUPTED)
     needs_action = is_over or fault.severity >= LOST_WORK
     cause = fault.cause
-    evidence = _unique([*fault.evidence, *log_tail(folder, fault.workers)])
+    evidence = tuple(dict.fromkeys([*fault.evidence, *log_tail(folder, fault.workers)]))
     return Answer(folder.address, state["state"], cause.culprit, cause.domain,
                   # the run continued
                   cause.outlook if needs_action else MAY_HELP, _sentence(fault), evidence[:_MAX_EVIDENCE],
@@ -224,18 +224,13 @@ def _values(folder: RunFolder, state: Mapping[str, Any], record: Mapping[str, An
             "help": "ngsgd train --help", "half_lr": "half of the present value" if lr is None else f"{lr / 2:g}"}
 
 
-def _unique(evidence: Sequence[Evidence]) -> tuple[Evidence, ...]:
-    return tuple(dict.fromkeys(evidence))
-
-
 # state -> next command where nothing is to be repaired
 _AFTER_CALM = {"SUCCEEDED": "ngsgd report {run}", "RUNNING": "ngsgd status {run}", "UNKNOWN": "ngsgd status {run}"}
 
 
-def _calm(state: str) -> str:
-    return {"SUCCEEDED": "The run finished, and no fault was recorded.",
-            "PENDING": "The run has no event yet, and no error was recorded.",
-            "RUNNING": "The run is training, and no fault was recorded."}.get(state, "No fault was recorded.")
+_CALM = {"SUCCEEDED": "The run finished, and no fault was recorded.",
+         "PENDING": "The run has no event yet, and no error was recorded.",
+         "RUNNING": "The run is training, and no fault was recorded."}
 
 
 def bad_lines(found: Mapping[str, str]) -> list[str]:

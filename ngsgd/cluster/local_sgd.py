@@ -141,7 +141,11 @@ class LocalSGD:
             raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, but "
                               f"ranks exchange only their mean; choose {', '.join(_RULES)}, or a "
                               "rule of ngsgd.optim.outer without `center`.")
-        _require_own_optimizer(model, optimizer)
+        own = {id(p) for p in model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(f"the {type(optimizer).__name__} has no parameter of the model, so LocalSGD would "
+                              "average a model that nobody trains; create the optimizer from the same "
+                              "model, after the last change of its layers.")
         device = next(model.parameters()).device
         if dist.get_backend(process_group) == "nccl" and device.type == "cpu":
             raise ConfigError("the process group uses NCCL, but the model is on the CPU; move the model, or use gloo.")
@@ -259,7 +263,7 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the last average; with model and optimizer states, training resumes bitwise."""
-        return {"rule": type(self.rule).__name__, "layout": self._layout(),
+        return {"rule": type(self.rule).__name__, "layout": [one.layout for part in self._parts for one in part.tensors],
                 "arrays": {part.dtype: {name: tensor.clone() for name, tensor in part.arrays.items()} for part in self._parts},
                 "start": {part.dtype: part.start.clone() for part in self._parts}, "numbers": dict(self._numbers),
                 "num_steps": self.num_steps, "num_rounds": self.num_rounds, "num_samples": self._num_samples}
@@ -283,9 +287,6 @@ class LocalSGD:
         self._num_samples = state["num_samples"]
 
     # Plan -----------------------------------------------------------------------------------------
-
-    def _layout(self) -> list[str]:
-        return [one.layout for part in self._parts for one in part.tensors]
 
     def _own_round(self) -> _Round:
         """Write the sums, and note what changed on this rank."""
@@ -493,12 +494,3 @@ def _use_equal_kernels(group: RankGroup, no_kernels: str) -> None:
         listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in lacking.items())
         warn(f"all ranks use torch operations instead of C++ kernels ({listed}); install a C++ compiler there, or set "
              "NGSGD_KERNELS=torch on all ranks.")
-
-
-def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ConfigError if the optimizer trains no parameter of the model."""
-    own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError(f"the {type(optimizer).__name__} has no parameter of the model, so LocalSGD would "
-                          "average a model that nobody trains; create the optimizer from the same "
-                          "model, after the last change of its layers.")

@@ -33,7 +33,6 @@ from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, FailureKind, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.auditing.audits import Audits
-from ngsgd.training.auditing.cases import Conclusion
 from ngsgd.training.auditing.pool import QUARANTINED
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
@@ -224,7 +223,12 @@ class Dispatcher:
         if self._awake.tick() > self.hang_timeout_s() * _NOTABLE:
             # workers that were stopped with this process get a full deadline from now on
             self._seen = {}
-        self._stop_in_time(states[0])
+        # the time of the round is over, or a stopping run may defer work
+        leave_it = self.failure.policy == "defer" and self.stop.requested()
+        if not states[0].is_stopped and (leave_it or self._awake.now >= states[0].ends_at):
+            states[0].is_stopped = True
+            # not those that run ahead, whose time has hardly begun
+            self.pool.stop_jobs(states[0].plan.outer_iter)
         self._watch()
         for one in self.pool.retired():
             self.emit_incident(Incident(one.what, one.message, states[0].plan.outer_iter, worker=one.worker, kind=one.kind))
@@ -237,14 +241,6 @@ class Dispatcher:
         """Reset the deadlines after other work of any duration, during which jobs may have run."""
         self._awake.catch_up()
         self._seen = {}
-
-    def _stop_in_time(self, state: OuterIterationState) -> None:
-        """End the jobs of a round whose time is over, or of a stopping run that may defer work."""
-        leave_it = self.failure.policy == "defer" and self.stop.requested()
-        if not state.is_stopped and (leave_it or self._awake.now >= state.ends_at):
-            state.is_stopped = True
-            # not those that run ahead, whose time has hardly begun
-            self.pool.stop_jobs(state.plan.outer_iter)
 
     def _require_workers(self) -> None:
         """Raise if too few workers are alive for longer than cluster.wait_for_workers_s."""
@@ -354,17 +350,13 @@ class Dispatcher:
                 self._keep(state, one.result)
             else:
                 self._run_again(state, one.result)
-            for other in states:
-                # successors of these jobs may run already, except those of the last outer iteration
-                if one.faulty and other is states[-1]:
-                    self._undo_results_of(one, other)
-
-    def _undo_results_of(self, conclusion: Conclusion, state: OuterIterationState) -> None:
-        for result in [result for result in state.results.values() if result.worker in conclusion.faulty]:
-            del state.results[result.job.job]
-            state.rejection_reasons.pop(result.job.job, None)
-            state.unsettled.add(result.job.job)
-            self._run_again(state, result)
+            # successors of these jobs may run already, except those of the last outer iteration
+            last = states[-1]
+            for result in [result for result in last.results.values() if result.worker in one.faulty]:
+                del last.results[result.job.job]
+                last.rejection_reasons.pop(result.job.job, None)
+                last.unsettled.add(result.job.job)
+                self._run_again(last, result)
 
     def _run_again(self, state: OuterIterationState, result: JobResult) -> None:
         """Discard the result of a worker at fault."""

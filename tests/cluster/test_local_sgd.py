@@ -234,16 +234,6 @@ def test_a_state_continues_bitwise_identically(one_rank: None) -> None:
     assert torch.equal(trained(range(4, 10), state)[0], whole)
 
 
-def test_a_round_may_reset_the_optimizer(one_rank: None) -> None:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    local = ngsgd.LocalSGD(model, optimizer, sync_every=2, reset_optimizer=True)
-    for step in range(2):
-        assert optimizer.state or not step
-        local.step(train_step(model, optimizer, 0, step))
-    assert not optimizer.state
-
-
 def test_no_thread_is_left_after_the_end(one_rank: None) -> None:
     before = set(threading.enumerate())
     model = make_model()
@@ -265,11 +255,6 @@ def test_wrong_arguments_are_refused(one_rank: None) -> None:
     for other in (torch.optim.SGD(make_model().parameters(), 0.1), model.parameters()):
         with pytest.raises(ConfigError):
             ngsgd.LocalSGD(model, other, sync_every=5)  # type: ignore[arg-type]
-    local = ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="diloco")
-    with pytest.raises(ConfigError):
-        local.load_state_dict(ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="average").state_dict())
-    with pytest.raises(ConfigError):
-        local.load_state_dict({"model": model.state_dict(), "local": local.state_dict()})
 
 
 def test_it_needs_torch_distributed() -> None:

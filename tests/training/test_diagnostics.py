@@ -14,8 +14,6 @@ from torch import nn
 from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError, RunInterrupted
 from ngsgd.tasks.frame_scores import average_posterior, diagnose, score_subset, summed_loss
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from ngsgd.training.storage.audit import audit
 from tests.toy import Recorder, Run, config
 
@@ -107,34 +105,6 @@ def test_a_stopped_run_has_logged_every_committed_outer_iteration(tmp_path: Path
     latest, _ = run.store.latest()
     assert latest is not None
     assert [record.outer_iter for record in run.recorder.records] == list(range(latest.progress.outer_iter + 1))
-
-
-class Crash(Exception):
-    pass
-
-
-@pytest.mark.slow
-def test_a_resumed_run_logs_events_missed_in_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Run(tmp_path / "whole")
-    whole.train()
-    run = Run(tmp_path / "crashed")
-
-    def crash(coordinator: Coordinator, *_: object) -> None:
-        if coordinator.storage.checkpoints.directory.joinpath("iter-000002").exists():
-            # a process that is gone waits for nothing
-            monkeypatch.setattr(DeferredDiagnostics, "wait", lambda _: None)
-            raise Crash
-    with monkeypatch.context() as patched:
-        patched.setattr(Coordinator, "_while_jobs_run", crash)
-        patched.setattr(DeferredDiagnostics, "report_finished", lambda _: None)
-        with pytest.raises(Crash):
-            run.train()
-    monkeypatch.undo()
-    assert run.recorder.records[-1].outer_iter == 1
-    run.train()
-    told, expected = ([(r.outer_iter, r.train, r.valid, r.diagnostics, r.frames_processed, r.relative_change)
-                       for r in one.recorder.records] for one in (run, whole))
-    assert told == expected
 
 
 def test_the_prior_can_do_without_a_damaged_archive(tmp_path: Path) -> None:

@@ -49,8 +49,13 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_ga
                for result, reason in zip(results, reasons, strict=True)]
     sound = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
     best = max(sound, default=-math.inf)
-    verdicts = [(result, reason or _too_low(result.objf, best, chance_objf, max_objf_gap))
-                for result, reason in zip(results, reasons, strict=True)]
+
+    def too_low(objf: float) -> str:
+        if best - objf > max_objf_gap:
+            return f"its objf {objf:.3f} is more than {max_objf_gap:g} below the best, {best:.3f}"
+        is_worse = objf < 2.0 * chance_objf
+        return f"its objf {objf:.3f} is more than twice that of guessing, {chance_objf:.3f}" if is_worse else ""
+    verdicts = [(result, reason or too_low(result.objf)) for result, reason in zip(results, reasons, strict=True)]
     return Judged(verdicts, bool(compared.contested))
 
 
@@ -81,11 +86,3 @@ def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan,
                                "restart.")
     return ClusterError(f"{counted}, because workers died repeatedly or data are quarantined; fix "
                         "the problems in the log above and resume.")
-
-
-def _too_low(objf: float, best: float, guessing: float, tolerance: float) -> str:
-    if best - objf > tolerance:
-        return f"its objf {objf:.3f} is more than {tolerance:g} below the best, {best:.3f}"
-    return (
-        f"its objf {objf:.3f} is more than twice that of guessing, {guessing:.3f}"
-    ) if objf < 2.0 * guessing else ""

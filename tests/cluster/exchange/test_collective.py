@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ngsgd.cluster.exchange.authentication import new_secret
-from ngsgd.cluster.exchange.collective import CollectiveWorker, GroupFailure, MeanRequest, RemoteResultRef
+from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, GroupFailure, MeanRequest, RemoteResultRef
 from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
 from ngsgd.cluster.exchange.shard_serialization import pack, parcel_size, shard_edges, unpack
 from ngsgd.cluster.process_pool import ProcessPool
@@ -248,8 +248,8 @@ class PoolThatDisturbs(PoolThatCounts):
         self.which = which   # the first forms the group, the second uses it
         self.num_reductions = 0
 
-    def _ask(self, questions: Mapping[int, Any], timeout_s: float, when_lost: Callable[[], None] = lambda: None
-             ) -> dict[int, object]:
+    def _ask(self, questions: Mapping[int, MeanRequest | FetchRequest], timeout_s: float,
+             when_lost: Callable[[], None] = lambda: None) -> dict[int, object]:
         if any(isinstance(question, MeanRequest) for question in questions.values()):
             self.num_reductions += 1
             if self.num_reductions == self.which:
@@ -289,8 +289,8 @@ def test_no_worker_waits_for_one_that_dies_while_the_group_forms(tmp_path: Path)
 class PoolThatWakes(PoolThatDisturbs):
     """The stopped worker continues as soon as the others have given up on it."""
 
-    def _take(self, slot: Any, message: Any) -> None:
-        super()._take(slot, message)
+    def _receive(self, slot: Any, message: object) -> None:
+        super()._receive(slot, message)
         if isinstance(message, GroupFailure):
             os.kill(self.process_ids()[1], signal.SIGCONT)
 

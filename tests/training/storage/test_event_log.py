@@ -113,7 +113,7 @@ class Crash(Exception):
 @pytest.mark.parametrize("moment", ["before the commit", "after the commit", "before the event", "after the event"])
 @pytest.mark.parametrize("outer_iter", [0, 1, 2])
 def test_a_crash_at_any_moment_leaves_one_line_per_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str,
-                                                          outer_iter: int) -> None:
+                                                          outer_iter: int, records: list[OuterIterationRecord]) -> None:
     run = Run(tmp_path)
     path = tmp_path / "events.jsonl"
     with monkeypatch.context() as patched:
@@ -122,6 +122,10 @@ def test_a_crash_at_any_moment_leaves_one_line_per_commit(tmp_path: Path, monkey
             _train(run, path)
     _train(run, path)
     assert lines(path) == {("outer_iteration", number): 1 for number in range(run.schedule.num_outer_iters)}
+    logged = map(OuterIterationRecord.from_json, read_events(path))
+    found, expected = ([(one.train, one.valid, one.diagnostics, one.frames_processed, one.relative_change) for one in run]
+                       for run in (logged, records))
+    assert found == expected
 
 
 def _train(run: Run, path: Path) -> None:
