@@ -69,10 +69,7 @@ def checks_arguments(elsewhere: Mapping[str, str] | None = None) -> Callable[[Ca
 def checked(values: Mapping[str, Any], hints: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Return the values, with whole numbers as int; raise ArgumentError if types are wrong.
 
-    Args:
-        values: arguments by name.
-        hints: annotations by name; other arguments are not checked.
-        owner: class or function, for messages.
+    Arguments without an annotation in `hints` are not checked. Messages name the `owner`.
     """
     if problems := [f"{owner}: {problem}" for name, value in values.items()
                     for problem in misfits(name, value, hints.get(name, Any))]:
@@ -91,11 +88,7 @@ def check_fields(instance: Any) -> None:
 def require_state(state: Any, keys: Sequence[str], owner: str, error: type[Exception]) -> None:
     """Raise an error if `state` is no state of `owner`, and name the entry of it that is one.
 
-    Args:
-        state: argument of `load_state_dict`; a complete checkpoint is a common mistake.
-        keys: keys that every state of this kind has.
-        owner: class whose state is needed, for messages.
-        error: class of the error.
+    Every state of this kind has these keys. A complete checkpoint is a common mistake.
     """
     if not isinstance(state, Mapping):
         raise error(f"the state of {owner} is of type {type(state).__name__}; load the dict that its state_dict() returned.")

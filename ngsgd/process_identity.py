@@ -54,13 +54,9 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
 
 
 def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
-    """Send a signal to exactly this process.
+    """Send a signal to exactly this process; False if it is not alive or cannot be identified.
 
-    Returns:
-        False if it is not alive or cannot be identified; then no signal is sent.
-
-    Raises:
-        PermissionError: the process belongs to a user whom this one may not signal.
+    Raises PermissionError if it belongs to a user whom this one may not signal.
     """
     if not is_alive(identity):
         return False

@@ -87,14 +87,7 @@ def read_index(directory: Path) -> EgsInfo:
 
 
 def read_index_file(path: Path) -> EgsInfo:
-    """Read the file of an index.
-
-    Args:
-        path: the file.
-
-    Raises:
-        FormatError: as `read_index`.
-    """
+    """Read the file of an index; raises FormatError as `read_index`."""
     try:
         return EgsInfo(**unsealed("archives", read_json(path)))
     except (OSError, ValueError, TypeError, AttributeError) as error:

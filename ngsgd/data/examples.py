@@ -171,16 +171,8 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
 
     A process runs `python -m ngsgd.data.examples`, which reads its work as one line of JSON, maps
     the arrays and replies with one line. It is not a fork, because the caller may run threads.
-
-    Args:
-        source: the examples.
-        targets: the archives.
-        num_writers: number of processes.
-        scratch: folder for arrays that are not in files already; the caller removes it.
-
-    Raises:
-        OSError: the disk is full.
-        DataError: a process died.
+    Arrays that are not in files already are written to `scratch`. Raises OSError if the disk is
+    full, and DataError if a process died.
     """
     fields = vars(source).items()
     arrays = {name: _on_disk(value, scratch / name) for name, value in fields if isinstance(value, np.ndarray)}

@@ -153,14 +153,7 @@ class Place:
 def parse_place(value: str) -> Place:
     """Parse the second field of a line of a .scp, such as `feats.ark:12[0:19,3:5]`.
 
-    Args:
-        value: the field.
-
-    Returns:
-        The parsed place.
-
-    Raises:
-        KaldiFormatError: it is a command, standard input, or a range that cannot be parsed.
+    Raises KaldiFormatError for a command, standard input, or a range that cannot be parsed.
     """
     value = value.strip()
     if value.endswith("|") or value.startswith("|"):
@@ -225,14 +218,7 @@ def open_source(path: Path, offset: int = 0) -> Iterator[Source]:
 def read_object(source: Source) -> Array:
     """Read a float matrix or vector, or an int32 vector, from the current position.
 
-    Args:
-        source: an open file.
-
-    Returns:
-        A writable float32, float64 or int32 array of 1 or 2 dimensions.
-
-    Raises:
-        KaldiFormatError: it is something else, or it is damaged.
+    The array is writable. Raises KaldiFormatError if the object is another one, or is damaged.
     """
     head = source.peek(6)
     if not head.startswith(b"\0B"):

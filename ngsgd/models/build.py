@@ -117,7 +117,7 @@ def rebuild(
     state: Mapping[str, Tensor],
     transform: Tensor | None,
 ) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    """Build the network of a description and load its parameters.
+    """Build the network of a description (model.json) and load its parameters.
 
     Args:
         about: content of model.json.

@@ -200,10 +200,7 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     """Convert a transducer to a graph with the same sum over paths for any frame scores.
 
     States are split by the class of the incoming arcs. Epsilon arcs are summed into the arcs that
-    follow.
-
-    Raises:
-        DataError: there is a cycle of epsilon arcs.
+    follow; DataError for a cycle of them.
     """
     leaving: dict[int, list[StateArc]] = defaultdict(list)
     for arc in arcs:

@@ -68,16 +68,8 @@ def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int = 20_
                       skip_damaged: bool = False) -> npt.NDArray[np.float64]:
     """Mean posterior of each class over about `num_frames` training frames (priors in Kaldi).
 
-    The result is floored and normalized.
-
-    Args:
-        model: the acoustic model.
-        reader: archives of training examples.
-        num_frames: approximate number of frames. Default: 20000, as in Kaldi.
-        skip_damaged: skip damaged archives; the last error is raised if no archive is left.
-
-    Returns:
-        P probabilities, float64.
+    The result is floored and normalized. With `skip_damaged` damaged archives are skipped; the last
+    error is raised if no archive is left.
     """
     total_P = torch.zeros(reader.info.num_classes, dtype=torch.float64)
     seen = 0

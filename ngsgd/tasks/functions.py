@@ -92,11 +92,7 @@ class FunctionTask(Task):
             self._score(model, few)
 
     def wrong_reduction(self, model: nn.Module) -> str:
-        """Return why `loss_reduction` seems wrong, or "" without a sign of it.
-
-        Args:
-            model: a model, which is set to evaluation mode.
-        """
+        """Return why `loss_reduction` seems wrong for a model in evaluation mode, or ""."""
         return ""
 
     @torch.no_grad()

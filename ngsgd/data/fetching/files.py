@@ -98,13 +98,9 @@ class RemoteData:
 
 
 class FetchedFiles:
-    """Files of a folder that this node does not see, in the cache of the node.
+    """Files of a folder of the coordinator, copied from `source` to the cache of this node.
 
-    Args:
-        folder: the folder of the coordinator.
-        source: where the files are copied from.
-        cache: where they are copied to.
-        progress: called while bytes arrive.
+    `progress` is called while bytes arrive.
     """
 
     def __init__(self, folder: SharedFolder, source: FileSource, cache: NodeCache,

@@ -34,11 +34,9 @@ def default_folder() -> Path:
 
 
 class NodeCache:
-    """Files by SHA-256, of at most `max_bytes` bytes together.
+    """Files by SHA-256, of at most `max_bytes` bytes together, in a folder for this user only.
 
-    Args:
-        folder: folder of the cache, which is created with access for this user only.
-        max_bytes: limit. The least recently used files are removed, but none that is in use.
+    The least recently used files are removed, but none that is in use.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -63,10 +61,7 @@ class NodeCache:
     def fetch(self, digest: str, source: FileSource, progress: Callable[[], object]) -> Path:
         """Return the path of a file, which is copied from the source unless it is here.
 
-        Args:
-            digest: SHA-256 of the content.
-            source: where it is copied from.
-            progress: called while bytes arrive, here or in another process of the node.
+        `progress` is called while bytes arrive, here or in another process of the node.
 
         Raises:
             UnsoundFileError: the source does not have it, or it arrived damaged.

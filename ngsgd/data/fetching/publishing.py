@@ -23,15 +23,10 @@ class Offer:
 
 
 def offer_of(directory: Path, roots: Iterable[str], listed: Mapping[str, str]) -> Offer:
-    """Describe a folder of prepared data.
+    """Describe a folder of prepared data with an index, which gives the SHA-256 of `listed` files.
 
-    Args:
-        directory: the folder on this machine.
-        roots: names of the index, and of files that it does not list.
-        listed: name -> SHA-256 of the files that the index lists.
-
-    Raises:
-        DataError: a file of `roots` cannot be read, or the index names a path or no SHA-256.
+    Raises DataError if a file of `roots` (the index, and files that it does not list) cannot be
+    read, or the index names a path or no SHA-256.
     """
     try:
         digests = {name: sha256(directory / name) for name in roots}
@@ -48,17 +43,8 @@ def offer_of(directory: Path, roots: Iterable[str], listed: Mapping[str, str]) -
 def publish(offers: Iterable[Offer], store: ObjectStore, report: Callable[[str], object]) -> int:
     """Write the files that a bucket does not have, each as an object named by its SHA-256.
 
-    Args:
-        offers: the folders of the run.
-        store: the objects below `data.store`.
-        report: receives one line if files are written.
-
-    Returns:
-        Number of objects that were written.
-
-    Raises:
-        DataError: a file is damaged.
-        ObjectStorageError: the bucket cannot be written.
+    Returns the number of objects that were written. Raises DataError if a file is damaged, and
+    ObjectStorageError if the bucket cannot be written.
     """
     paths = {digest: path for offer in offers for digest, path in offer.paths.items()}
     there = store.sizes(PREFIX)

@@ -177,12 +177,8 @@ class Updates:
 def to_text(network: Network, updates: Mapping[str, Updates] | None = None) -> str:
     """Write a raw model.
 
-    Its input nodes are "input" and, with i-vectors, "ivector"; its output node is "output".
-
-    Args:
-        network: the model.
-        updates: settings of affine layers by name in the model, such as "affine1" and "output";
-            others use the defaults.
+    Its input nodes are "input" and, with i-vectors, "ivector"; its output node is "output". Affine
+    layers that `updates` does not name ("affine1", "output") have the default settings.
     """
     nodes, components = [f"input-node name=input dim={network.feature_dim}"], []
     if network.side_dim:

@@ -28,8 +28,8 @@ _MOST_NUMBERS = 1 << 27
 def network_of(head: str, components: Iterable[Component]) -> Network:
     """Create a network from the lines of nodes and the components.
 
-    Raises:
-        DataError: a component or descriptor is unsupported, or they do not fit together.
+    Raises DataError for unsupported components and descriptors, and for those that do not fit
+    together.
     """
     chain, inputs = _chain(head)
     by_name = {component.name: component for component in components}
