@@ -60,20 +60,24 @@ def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
     """
     if not is_alive(identity):
         return False
-    handle = _open_handle(identity["process_id"])
-    if handle is None:
-        # a kernel or sandbox without pidfd_open: microseconds pass between the comparison above and
-        # the signal
-        return _kill(identity["process_id"], signal)
     try:
+        handle = os.pidfd_open(identity["process_id"])
+    except (AttributeError, OSError):
+        # a kernel or sandbox without it: microseconds pass between the comparison and the signal
+        handle = -1
+    try:
+        if handle < 0:
+            os.kill(identity["process_id"], signal)
         # compared again: after opening the handle, reuse of the id by another process is detected
-        if not is_alive(identity):
+        elif is_alive(identity):
+            signals.pidfd_send_signal(handle, signal)
+        else:
             return False
-        signals.pidfd_send_signal(handle, signal)
     except ProcessLookupError:
         return False
     finally:
-        os.close(handle)
+        if handle >= 0:
+            os.close(handle)
     return True
 
 
@@ -89,21 +93,6 @@ def exists(process_id: int) -> bool:
     except PermissionError:
         # process of another user
         return True
-    return True
-
-
-def _open_handle(process_id: int) -> int | None:
-    try:
-        return os.pidfd_open(process_id)
-    except (AttributeError, OSError):
-        return None
-
-
-def _kill(process_id: int, signal: int) -> bool:
-    try:
-        os.kill(process_id, signal)
-    except ProcessLookupError:
-        return False
     return True
 
 

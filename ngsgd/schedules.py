@@ -146,7 +146,11 @@ class Schedule:
             share = 0.5 * (1.0 + math.cos(math.pi * passes_done / self.num_passes))
             return self.lr_final + (self.lr_initial - self.lr_final) * share
         decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
-        return self.lr_initial * math.exp(passes_done * decay) * self._lr_factor(passes_done / self.num_passes)
+        # of lr_factors, at this fraction of the processed data
+        at = min(max(passes_done / self.num_passes, 0.0), 1.0) * (len(self.lr_factors) - 1)
+        left = min(int(at), len(self.lr_factors) - 1)
+        ratio = self.lr_factors[min(left + 1, len(self.lr_factors) - 1)] / self.lr_factors[left]
+        return self.lr_initial * math.exp(passes_done * decay) * (self.lr_factors[left] * math.exp((at - left) * math.log(ratio)))
 
     def _eden_lr(self, outer_iter: int, passes_done: int) -> float:
         if not self.batches_per_pass:
@@ -162,14 +166,6 @@ class Schedule:
         if self.lr_schedule == "eden":
             return linear_warm_up((max(outer_iter, 0) + 0.5) * self.batches_per_pass, EDEN_WARM_UP, EDEN_WARM_UP_START)
         return 1.0
-
-    def _lr_factor(self, fraction: float) -> float:
-        """Return the factor of `lr_factors` at a fraction of the processed data."""
-        at = min(max(fraction, 0.0), 1.0) * (len(self.lr_factors) - 1)
-        left = min(int(at), len(self.lr_factors) - 1)
-        right = min(left + 1, len(self.lr_factors) - 1)
-        ratio = self.lr_factors[right] / self.lr_factors[left]
-        return self.lr_factors[left] * math.exp((at - left) * math.log(ratio))
 
     def shard(self, pass_index: int) -> Shard:
         """Return the shard of a pass of the run; `frames_per_eg` epochs read every frame once."""

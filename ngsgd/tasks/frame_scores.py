@@ -165,7 +165,11 @@ def gradient_figures(model: nn.Module, subset: Minibatch, num_frames: int) -> di
     model.zero_grad(set_to_none=True)
     noise = gradient_noise(q, len(part.x_ND))
     figures = {"noise_scale/model": noise[""].noise_scale, "signal_to_noise/model": noise[""].signal_to_noise}
-    for layer, names in _layers(q).items():
+    # a direct parameter of the model is a layer
+    names_of: dict[str, list[str]] = defaultdict(list)
+    for name in q:
+        names_of[name.rpartition(".")[0] or name].append(name)
+    for layer, names in names_of.items():
         whole = GradientNoise(sum(noise[name].trace for name in names), sum(noise[name].squared_norm for name in names))
         figures[f"signal_to_noise/{layer}"] = whole.signal_to_noise
         figures[f"curvature_trace/{layer}"] = sum(float(q[name].diag_ggn_mc.sum(dtype=torch.float64)) for name in names)
@@ -176,11 +180,3 @@ def _collection(model: nn.Module, loss_fn: nn.Module | None = None) -> Collectio
     # a separate generator: training uses that of torch in another thread
     return collect(model, "variance", "second_moment", "diag_ggn_mc", loss_fn=loss_fn or nn.CrossEntropyLoss(), reduction="mean",
                    generator=torch.Generator().manual_seed(0))
-
-
-def _layers(q: Collection) -> dict[str, list[str]]:
-    """Names of parameters by layer; a direct parameter of the model is a layer."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for name in q:
-        names[name.rpartition(".")[0] or name].append(name)
-    return names

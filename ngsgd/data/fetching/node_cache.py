@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from ngsgd.data.fetching.source import FileSource, UnsoundFileError, checked_digest, note_sound
 from ngsgd.errors import NodeCacheError
@@ -76,13 +75,20 @@ class NodeCache:
             while not final.exists():
                 with _claimed(part) as descriptor:
                     if descriptor is None:
-                        _wait_for(part, progress)
+                        # the progress of the other process counts as that of this one
+                        before = _changed(part)
+                        time.sleep(_POLL_S)
+                        if _changed(part) != before:
+                            progress()
                     elif not final.exists():
                         self._copy(descriptor, digest, source, progress)
                         part.rename(final)
                         note_sound(final)
         except OSError as error:
-            self._fail(error)
+            what = "is full" if error.errno in _FULL else f"could not be written ({error.strerror or error})"
+            raise NodeCacheError(f"the disk of {self.folder}, the cache of prepared data on {os.uname().nodename}, {what}; free "
+                                 "disk space, or set XDG_CACHE_HOME to a folder on another disk before Ray starts "
+                                 "there.") from error
         return final
 
     def _copy(self, descriptor: int, digest: str, source: FileSource, progress: Callable[[], object]) -> None:
@@ -138,11 +144,6 @@ class NodeCache:
                     if stat.S_ISREG(status.st_mode) and entry.name != _LOCK:
                         yield Path(entry.path), status
 
-    def _fail(self, error: OSError) -> NoReturn:
-        what = "is full" if error.errno in _FULL else f"could not be written ({error.strerror or error})"
-        raise NodeCacheError(f"the disk of {self.folder}, the cache of prepared data on {os.uname().nodename}, {what}; free disk "
-                             "space, or set XDG_CACHE_HOME to a folder on another disk before Ray starts there.") from error
-
 
 def _filled(descriptor: int, parts: Iterator[bytes], size: int, progress: Callable[[], object]) -> bool:
     """Write all parts; False if there are not exactly `size` bytes."""
@@ -163,18 +164,13 @@ def _claimed(part: Path) -> Iterator[int | None]:
     """Provide a file to write, locked; None while another process writes it."""
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        is_mine = False
         # the process that held the lock may have renamed or removed the file meanwhile
-        yield descriptor if _locks(descriptor) and _is_same(descriptor, part) else None
+        with contextlib.suppress(FileNotFoundError):
+            is_mine = _locks(descriptor) and os.path.samestat(os.fstat(descriptor), part.stat())
+        yield descriptor if is_mine else None
     finally:
         os.close(descriptor)
-
-
-def _wait_for(part: Path, progress: Callable[[], object]) -> None:
-    """Wait a moment for another process; its progress counts as that of this one."""
-    before = _changed(part)
-    time.sleep(_POLL_S)
-    if _changed(part) != before:
-        progress()
 
 
 def _changed(path: Path) -> int:
@@ -190,14 +186,6 @@ def _locks(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is_same(descriptor: int, path: Path) -> bool:
-    try:
-        here, there = os.fstat(descriptor), path.stat()
-    except FileNotFoundError:
-        return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _removed(path: Path) -> bool:
