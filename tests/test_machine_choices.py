@@ -29,13 +29,12 @@ KNOWN = {
     "asr/corpora/corpus.py": NO_RESULT, "asr/corpora/shards/computing.py": NO_RESULT, "data/archives.py": NO_RESULT,
     "pipeline/train.py": NO_RESULT, "pipeline/performance_model/probe.py": NO_RESULT,
     # waits of threads and connections
-    "data/prefetch.py": NO_RESULT, "training/sites/ahead.py": NO_RESULT, "cluster/exchange/authentication.py": NO_RESULT,
+    "training/sites/ahead.py": NO_RESULT, "cluster/exchange/authentication.py": NO_RESULT,
     "cluster/rank_group.py": NO_RESULT, "asr/corpora/fsdd/source.py": SHOWN, "asr/corpora/digits/synthesis.py": SHOWN,
     # packages that are missing
     "asr/extras.py": SHOWN, "object_storage/client.py": SHOWN, "__init__.py": SHOWN, "pipeline/api.py": NO_RESULT,
     # the start of `ngsgd tune` shows the search
     "pipeline/tuning/coarse_search.py": SHOWN,
-    "moved.py": NO_RESULT,
 }
 
 
