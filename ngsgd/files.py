@@ -224,9 +224,7 @@ class JsonLines:
             raise
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Write one line; it survives the death of this process, and after `sync` a power
-        failure.
-        """
+        """Write one line; it survives the process, and after `sync` a power failure."""
         line = (json.dumps(values) + "\n").encode()
         size = os.fstat(self._descriptor).st_size
         try:

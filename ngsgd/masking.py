@@ -53,9 +53,7 @@ def _without_login(found: re.Match[str]) -> str:
 
 
 def conceal(url: str) -> None:
-    """Mask the password of this URL in all later texts, because libraries quote parts of URLs in
-    errors.
-    """
+    """Mask the password of this URL in all later texts: libraries quote parts of URLs in errors."""
     from urllib.parse import unquote
 
     login = url.partition("://")[2].rpartition("@")[0]

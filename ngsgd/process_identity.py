@@ -97,9 +97,7 @@ def exists(process_id: int) -> bool:
 
 
 def state_and_start_time(process_id: int) -> tuple[str, int | None]:
-    """State letter and start time in clock ticks since boot; ("", None) without process or
-    /proc.
-    """
+    """State letter and start time in clock ticks since boot; ("", None) if unknown."""
     try:
         text = (PROC / str(process_id) / "stat").read_text(encoding="utf-8", errors="replace")
         # the second field is the command name in parentheses, which may contain spaces and

@@ -57,7 +57,6 @@ class OuterIteration:
 
     @property
     def num_jobs(self) -> int:
-        r"""Number of jobs."""
         return len(self.shards)
 
     @property
@@ -109,9 +108,7 @@ class Schedule:
         return max(1, int(2 * self.num_passes / (self.num_jobs_initial + self.num_jobs_final)))
 
     def num_jobs(self, outer_iter: int) -> int:
-        """Return the number of jobs, which grows linearly over the run in multiples of
-        `num_jobs_step`.
-        """
+        """Return the number of jobs, which grows linearly in multiples of `num_jobs_step`."""
         ideal = self.num_jobs_initial + (self.num_jobs_final - self.num_jobs_initial) * outer_iter / self.num_outer_iters
         if ideal <= self.num_jobs_step:
             return int(0.5 + ideal)

@@ -146,9 +146,7 @@ def window_of(about: Mapping[str, Any]) -> Window:
 
 
 def least_parameters(model: ModelConfig, num_inputs: int, num_classes: int) -> int:
-    """Return a lower bound of the number of weights in affine layers, as an exact integer of any
-    size.
-    """
+    """Return a lower bound of the number of weights in affine layers, an integer of any size."""
     width = model.hidden_dim
     outputs = max(1, width // model.pnorm_group) if model.kind == "pnorm" else width
     between = 2 * min(model.bottleneck_dim, width) * width if model.kind == "tdnnf" else outputs * width

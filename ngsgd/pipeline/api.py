@@ -24,7 +24,7 @@ from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, resume_command
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
-from ngsgd.tasks.spec import name_of
+from ngsgd.tasks.functions import name_of
 
 # packages for progress lines, Ray, MLflow and plots
 _OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")

@@ -32,8 +32,7 @@ from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, resume_command
 from ngsgd.pipeline.services import Services
 from ngsgd.schedules import Schedule
-from ngsgd.tasks.functions import FunctionTask
-from ngsgd.tasks.spec import GivenTask, ImportedTask
+from ngsgd.tasks.functions import FunctionTask, GivenTask, ImportedTask
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport
 from ngsgd.training.settings import EngineSettings

@@ -25,8 +25,7 @@ from torch import Tensor
 from ngsgd.config import AugmentConfig
 from ngsgd.data.archives import prepared
 from ngsgd.data.examples import windows
-from ngsgd.data.fetching.files import Files, LocalFiles
-from ngsgd.data.fetching.publishing import Offer, offer_of
+from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader, ahead

@@ -27,9 +27,7 @@ _MIN_PRIOR = 1e-15
 
 
 def summed_loss(logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None) -> Tensor:
-    """Minus the objf, summed over the frames, each times its weight (posterior weights in
-    Kaldi).
-    """
+    """Minus the objf, summed over the frames, each times its weight."""
     if weight_N is None:
         return nn.functional.cross_entropy(logits_NP, pdf_N, reduction="sum")
     return (nn.functional.cross_entropy(logits_NP, pdf_N, reduction="none") * weight_N).sum()

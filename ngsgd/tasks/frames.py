@@ -184,9 +184,7 @@ class FrameClassification(Task):
 
     @cached_property
     def _check_frames(self) -> Minibatch:
-        """At most NUM_CHECK_FRAMES frames, evenly spaced because neighbors may share an
-        utterance.
-        """
+        """At most NUM_CHECK_FRAMES frames, evenly spaced: neighbors may share an utterance."""
         subset = self._subsets["valid"]
         count = len(subset.pdf_N)
         chosen = torch.linspace(0, count - 1, min(count, NUM_CHECK_FRAMES)).long()

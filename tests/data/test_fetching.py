@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from ngsgd.data.archives import archive_name
-from ngsgd.data.fetching.files import FetchedFiles, RemoteData, SharedFolder
+from ngsgd.data.fetching.files import FetchedFiles, RemoteData, SharedFolder, offer_of
 from ngsgd.data.fetching.node_cache import NodeCache
-from ngsgd.data.fetching.publishing import offer_of
 from ngsgd.data.fetching.source import FetchError, StoreSource, UnsoundFileError
 from ngsgd.data.reader import EgsReader
 from ngsgd.data.storage import write_arrays

@@ -113,13 +113,23 @@ class NodeCache:
             raise NodeCacheError(f"a file of the prepared data has {size / 1e9:.3g} GB, and the cache {self.folder} on "
                                  f"{os.uname().nodename} is limited to {self.max_bytes / 1e9:.3g} GB; raise data.node_cache_gb.")
         # one process at a time, or two would count on the same bytes
-        with _lock_of(self.folder / _LOCK):
+        lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             self._make_room(size)
             if size:
                 os.posix_fallocate(descriptor, 0, size)
+        finally:
+            os.close(lock)
 
     def _make_room(self, size: int) -> None:
-        files = sorted(self._files(), key=lambda one: one[1].st_atime_ns)
+        files: list[tuple[Path, os.stat_result]] = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and path.name != _LOCK:
+                    files.append((path, status))
+        files.sort(key=lambda one: one[1].st_atime_ns)
         used = sum(status.st_size for _, status in files)
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
@@ -135,14 +145,6 @@ class NodeCache:
             raise NodeCacheError(f"the cache {self.folder} on {os.uname().nodename} is limited to {self.max_bytes / 1e9:.3g} GB, "
                                  f"and files that workers use leave no room for one of {size / 1e9:.3g} GB; raise "
                                  "data.node_cache_gb, or run fewer workers on this node.")
-
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and entry.name != _LOCK:
-                        yield Path(entry.path), status
 
 
 def _filled(descriptor: int, parts: Iterator[bytes], size: int, progress: Callable[[], object]) -> bool:
@@ -199,15 +201,5 @@ def _removed(path: Path) -> bool:
             return False
         path.unlink(missing_ok=True)
         return True
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _lock_of(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(descriptor)

@@ -51,7 +51,7 @@ class FileSource(Protocol):
 
 
 class StoreSource:
-    """Objects below a URL that `ngsgd.data.fetching.publishing` wrote."""
+    """Objects below a URL that `ngsgd.data.fetching.files` wrote."""
 
     def __init__(self, url: str, store: ObjectStore | None = None) -> None:
         self.url = url

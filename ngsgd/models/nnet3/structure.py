@@ -56,7 +56,6 @@ class Component:
         return f"The component {self.name} of the nnet3 model ({self.where})"
 
     def array(self, token: str) -> Array:
-        """Return an array."""
         try:
             found = self.values[token]
             return finite([row.split() for row in found.strip("\n").split("\n")] if isinstance(found, str) else found)
@@ -77,11 +76,9 @@ class Component:
         return found
 
     def vector(self, token: str) -> Array:
-        r"""Return a vector."""
         return self.array(token).reshape(-1)
 
     def word(self, token: str, default: str) -> str:
-        """Return a word."""
         found = self.values.get(token, default)
         return found if isinstance(found, str) else "an array"
 
