@@ -56,7 +56,10 @@ def checks_arguments(elsewhere: Mapping[str, str] | None = None) -> Callable[[Ca
             owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
             if unknown := [name for name in kwargs if name not in signature.parameters]:
                 known = [name for name in signature.parameters if name not in ("self", "cls")]
-                raise ArgumentError([_unknown(owner, name, known, elsewhere or {}) for name in unknown])
+                near = {name: get_close_matches(name, known, n=3) for name in unknown}
+                raise ArgumentError([f"{owner} has no argument {name}; " + (elsewhere or {}).get(
+                    name, f"did you mean {' or '.join(near[name])}?" if near[name] else f"there are {', '.join(known)}.")
+                    for name in unknown])
             bound = signature.bind(*args, **kwargs)
             bound.arguments = checked(bound.arguments, hints_of(function), owner)
             return function(*bound.args, **bound.kwargs)
@@ -166,9 +169,3 @@ def _described(hint: Any) -> str:
         return "a function"
     name: str = getattr(kind, "__name__", str(kind))
     return _NAMES.get(name, f"an object of the class {name}")
-
-
-def _unknown(owner: str, name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
-    near = get_close_matches(name, known, n=3)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}."
-    return f"{owner} has no argument {name}; {elsewhere.get(name, remedy)}"

@@ -216,14 +216,6 @@ def _name(archive: int) -> str:
     return f"sequences.{archive:04d}.safetensors"
 
 
-def _chains(archive: ArrayFile, chosen: list[int]) -> Chains | None:
-    begin_Q = archive.get("chain_begin")
-    if begin_Q is None:
-        return None
-    columns = [archive[f"chain_{name}"] for name in _CHAIN]
-    return Chains.of([Chain(*(column[begin_Q[at]:begin_Q[at + 1]] for column in columns)) for at in chosen])
-
-
 class SequenceReader:
     """Reader of minibatches of sequences, with the interface that schedules need."""
 
@@ -286,8 +278,12 @@ class SequenceReader:
         x_ND = torch.from_numpy(windows(archive["features"], row_NW).reshape(len(row_NW), -1))
         if self.info.side_dim:
             x_ND = torch.cat([x_ND, torch.from_numpy(archive["side"][archive["side_row"][np.concatenate(at_N)]])], dim=1)
+        chains, begin_Q = None, archive.get("chain_begin")
+        if begin_Q is not None:
+            columns = [archive[f"chain_{name}"] for name in _CHAIN]
+            chains = Chains.of([Chain(*(column[begin_Q[at]:begin_Q[at + 1]] for column in columns)) for at in chosen])
         return SequenceMinibatch(x_ND, torch.from_numpy(np.concatenate(pdfs)), None, tuple(map(len, pdfs)),
-                                 torch.from_numpy(archive["log_weight"][chosen]), _chains(archive, chosen))
+                                 torch.from_numpy(archive["log_weight"][chosen]), chains)
 
     def offer(self) -> Offer:
         """Describe the directory to nodes that do not see it."""

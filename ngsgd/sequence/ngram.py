@@ -39,22 +39,18 @@ def state_ngram(labels: Iterable[Sequence[int] | npt.NDArray[np.int32]], order: 
     num_frames: Counter[tuple[int, ...]] = Counter()
     for pdf_T in labels:
         history = _START
-        for run, length in _runs(pdf_T):
-            following = (*history, run)[-max(1, order - 1):]
-            moves[history, following] += 1
-            num_frames[following] += length
-            history = following
+        ids = np.asarray(pdf_T)
+        ends = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
+        for begin, end in pairwise(ends):
+            if end > begin:
+                following = (*history, int(ids[begin]))[-max(1, order - 1):]
+                moves[history, following] += 1
+                num_frames[following] += end - begin
+                history = following
         moves[history, _END] += 1
     if not num_frames:
         raise DataError("There are no labels for an n-gram model; check the training data.")
     return _graph(moves, num_frames)
-
-
-def _runs(pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Return (class, number of repetitions)."""
-    ids = np.asarray(pdf_T)
-    ends = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
-    return [(int(ids[begin]), end - begin) for begin, end in pairwise(ends) if end > begin]
 
 
 def _graph(moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]], num_frames: Counter[tuple[int, ...]]) -> StateGraph:

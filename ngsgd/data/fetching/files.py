@@ -128,7 +128,13 @@ class FetchedFiles:
         return self.path(name, self.folder.roots[name])
 
     def path(self, name: str, digest: str) -> Path:
-        return self._used(name, digest, self._keep)
+        def keep(path: Path) -> Path:
+            if path.name not in self._kept:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._kept[path.name] = descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            return path
+        return self._used(name, digest, keep)
 
     def arrays(self, name: str, digest: str) -> ArrayFile:
         # the map keeps the lock, until it is freed
@@ -158,13 +164,6 @@ class FetchedFiles:
             reason = "other processes of the node removed it again and again; raise data.node_cache_gb"
         raise UnsoundFileError(f"{self.folder.path}/{name} could not be fetched to {os.uname().nodename}: {reason}. If the file of "
                                f"the coordinator is damaged, remove {self.folder.path} there and run again.")
-
-    def _keep(self, path: Path) -> Path:
-        if path.name not in self._kept:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._kept[path.name] = descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return path
 
 
 class _Background:

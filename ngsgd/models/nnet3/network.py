@@ -87,8 +87,11 @@ def describe(model: nn.Module, config: ModelConfig, window: Window, *,
     is_tdnn = config.kind == "tdnn"
     whole = tuple(range(-window.left_context, window.right_context + 1))
     offsets = list(config.layer_offsets()) if is_tdnn else [whole, *[(0,)] * (config.num_layers - 1)]
-    transform = _fixed(model, offsets[0]) if config.input_transform != "none" else None
-    if transform:
+    transform = None
+    if config.input_transform != "none":
+        buffers = dict(model.named_buffers())
+        [prefix] = {name.rpartition(".")[0] for name in buffers if name.startswith("input_transform")}
+        transform = AffineParameters(buffers[f"{prefix}.weight"].cpu().numpy(), buffers[f"{prefix}.bias"].cpu().numpy(), offsets[0])
         offsets[0] = (0,)
     layers = tuple(_layer(state, config, number, of_layer) for number, of_layer in enumerate(offsets, start=1))
     output = AffineParameters(state["output.weight"], state["output.bias"])
@@ -111,13 +114,6 @@ def _names(kind: str, number: int, normalize: str) -> tuple[str, str]:
     if kind == "tdnn":
         return f"tdnn{number}.affine", f"tdnn{number}.rest.normalize"
     return f"affine{number}", f"{normalize}{number}"
-
-
-def _fixed(model: nn.Module, offsets: tuple[int, ...]) -> AffineParameters:
-    buffers = dict(model.named_buffers())
-    [prefix] = {name.rpartition(".")[0] for name in buffers if name.startswith("input_transform")}
-    return AffineParameters(buffers[f"{prefix}.weight"].cpu().numpy(),
-                            buffers[f"{prefix}.bias"].cpu().numpy(), offsets)
 
 
 # Import -------------------------------------------------------------------------------------------

@@ -120,7 +120,10 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
     nodes = {}
     for line in lines:
         if line[""] == "component-node":
-            nodes[line["name"]] = _node(line["name"], line["component"], line["input"].strip())
+            # an i-vector after the frames is a flag
+            whole = line["input"].strip()
+            rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", whole)
+            nodes[line["name"]] = _Node(line["name"], line["component"], *_spliced(rest), has_ivector=rest != whole)
         elif line[""] not in ("input-node", "output-node"):
             raise DataError(f"The nnet3 model has a {line['']}, which is not supported.")
     chain: list[_Node] = []
@@ -151,12 +154,6 @@ def _dim(line: dict[str, str]) -> int:
         raise DataError(f"Line {line['line']} of the nnet3 model gives the input {line['name']} the dim {text[:40]}, which is not "
                         "a number from 1 to 999999; export the model again.")
     return int(text)
-
-
-def _node(name: str, component: str, descriptor: str) -> _Node:
-    """Create a node, with a separate flag for an i-vector after the frames."""
-    rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", descriptor)
-    return _Node(name, component, *_spliced(rest), has_ivector=rest != descriptor)
 
 
 def _arguments(text: str) -> list[str]:
