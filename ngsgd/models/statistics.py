@@ -105,7 +105,7 @@ def _read(path: Path, num_classes: int) -> DataStatistics | None:
     except (OSError, SafetensorError):
         # Missing or damaged; it is created again in both cases.
         return None
-    if expected is not None and expected != _digest(arrays):
+    if expected != _digest(arrays):
         return None
     counts, transform = arrays.get("class_counts"), arrays.get("input_transform")
     whole = counts is not None and len(counts) == num_classes and (transform is None or bool(transform.isfinite().all()))
