@@ -56,7 +56,10 @@ def checks_arguments(elsewhere: Mapping[str, str] | None = None) -> Callable[[Ca
             owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
             if unknown := [name for name in kwargs if name not in signature.parameters]:
                 known = [name for name in signature.parameters if name not in ("self", "cls")]
-                raise ArgumentError([_unknown(owner, name, known, elsewhere or {}) for name in unknown])
+                near = {name: get_close_matches(name, known, n=3) for name in unknown}
+                raise ArgumentError([f"{owner} has no argument {name}; " + (elsewhere or {}).get(
+                    name, f"did you mean {' or '.join(near[name])}?" if near[name] else f"there are {', '.join(known)}.")
+                    for name in unknown])
             bound = signature.bind(*args, **kwargs)
             bound.arguments = checked(bound.arguments, hints_of(function), owner)
             return function(*bound.args, **bound.kwargs)
@@ -69,10 +72,7 @@ def checks_arguments(elsewhere: Mapping[str, str] | None = None) -> Callable[[Ca
 def checked(values: Mapping[str, Any], hints: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Return the values, with whole numbers as int; raise ArgumentError if types are wrong.
 
-    Args:
-        values: arguments by name.
-        hints: annotations by name; other arguments are not checked.
-        owner: class or function, for messages.
+    Arguments without an annotation in `hints` are not checked. Messages name the `owner`.
     """
     if problems := [f"{owner}: {problem}" for name, value in values.items()
                     for problem in misfits(name, value, hints.get(name, Any))]:
@@ -91,11 +91,7 @@ def check_fields(instance: Any) -> None:
 def require_state(state: Any, keys: Sequence[str], owner: str, error: type[Exception]) -> None:
     """Raise an error if `state` is no state of `owner`, and name the entry of it that is one.
 
-    Args:
-        state: argument of `load_state_dict`; a complete checkpoint is a common mistake.
-        keys: keys that every state of this kind has.
-        owner: class whose state is needed, for messages.
-        error: class of the error.
+    Every state of this kind has these keys. A complete checkpoint is a common mistake.
     """
     if not isinstance(state, Mapping):
         raise error(f"the state of {owner} is of type {type(state).__name__}; load the dict that its state_dict() returned.")
@@ -106,13 +102,9 @@ def require_state(state: Any, keys: Sequence[str], owner: str, error: type[Excep
                     f"{reprlib.repr(list(state))}. {remedy}.")
 
 
+@functools.cache
 def hints_of(source: Any) -> Mapping[str, Any]:
     """Return the annotations of a function or class, evaluated."""
-    return _evaluated(source)
-
-
-@functools.cache
-def _evaluated(source: Any) -> Mapping[str, Any]:
     return {name: hint for name, hint in typing.get_type_hints(source).items() if name != "return"}
 
 
@@ -177,9 +169,3 @@ def _described(hint: Any) -> str:
         return "a function"
     name: str = getattr(kind, "__name__", str(kind))
     return _NAMES.get(name, f"an object of the class {name}")
-
-
-def _unknown(owner: str, name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
-    near = get_close_matches(name, known, n=3)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}."
-    return f"{owner} has no argument {name}; {elsewhere.get(name, remedy)}"

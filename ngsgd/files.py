@@ -156,9 +156,7 @@ def write_text(path: Path, text: str) -> None:
 def new_file(final: Path, mode: int = 0o666) -> Iterator[Path]:
     """Provide a path to write to, renamed to `final` on success and removed on an error.
 
-    Args:
-        final: path of the complete file.
-        mode: permissions before the umask. Default: 0o666.
+    The file has the permissions `mode` before the umask.
     """
     temporary = _temporary_name(final)
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
@@ -226,9 +224,7 @@ class JsonLines:
             raise
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Write one line; it survives the death of this process, and after `sync` a power
-        failure.
-        """
+        """Write one line; it survives the process, and after `sync` a power failure."""
         line = (json.dumps(values) + "\n").encode()
         size = os.fstat(self._descriptor).st_size
         try:
@@ -354,13 +350,10 @@ FORMATS = {"archives": 2, "arrays": 1, "bundle": 1, "checkpoint": 3, "copies": 1
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading.
+    """Open a regular file for reading; raises OSError with the reason as `strerror`.
 
     A FIFO, socket, device or folder is rejected before it is opened, because reading one may block
     forever.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file. `strerror` gives the reason.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -373,12 +366,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a regular file of at most `max_bytes` bytes.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger than the limit.
-            `strerror` gives the reason.
-    """
+    """Read a regular file of at most `max_bytes` bytes; raises OSError as `open_regular`."""
     with open_regular(path) as file:
         # the size is not passed to read(), which would allocate that much
         content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None
@@ -390,9 +378,7 @@ def read_regular_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 def read_regular_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Read a regular UTF-8 file of at most `max_bytes` bytes.
 
-    Raises:
-        OSError: as `read_regular_bytes`.
-        UnicodeDecodeError: the content is not UTF-8 (a ValueError).
+    Raises OSError as `read_regular_bytes`, or UnicodeDecodeError (a ValueError).
     """
     return read_regular_bytes(path, max_bytes).decode("utf-8")
 
@@ -417,12 +403,7 @@ def digest_of_json(tree: Any) -> str:
 
 
 def sealed(index: str, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of an index with the number of its format and its digest.
-
-    Args:
-        index: name of the index in `FORMATS`.
-        tree: its content.
-    """
+    """Return the content of an index of `FORMATS` with the number of its format and its digest."""
     # tuples and integer keys become the types that reading the file gives
     content: dict[str, Any] = json.loads(json.dumps({FORMAT: FORMATS[index], **tree}))
     return {**content, DIGEST: digest_of_json(content)}
@@ -431,9 +412,7 @@ def sealed(index: str, tree: Mapping[str, Any]) -> dict[str, Any]:
 def unsealed(index: str, tree: Any) -> dict[str, Any]:
     """Return the content of an index that `sealed` made, without format and digest.
 
-    Raises:
-        ValueError: the tree is not a JSON object, has no format or another one, or has no digest or
-            another one.
+    Raises ValueError if it is not a JSON object, or has no format or digest, or another one.
     """
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")

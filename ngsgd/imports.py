@@ -13,16 +13,10 @@ from ngsgd.errors import ConfigError
 
 
 def find(target: str, search_path: str, option: str, returns: str) -> Callable[..., Any]:
-    """Import `package.module:Name` from a folder, or from the installed packages.
+    """Import `package.module:Name` from a folder (empty: the current one) or installed packages.
 
-    Args:
-        target: name to import.
-        search_path: the folder; empty for the current one.
-        option: name of the section with `_target_` and `search_path`, for messages.
-        returns: required result of the class or function, for messages.
-
-    Raises:
-        ConfigError: it cannot be imported or called.
+    Messages name the section `option`, which has `_target_` and `search_path`, and what the class
+    or function `returns`. Raises ConfigError if it cannot be imported or called.
     """
     module_name, _, name = target.rpartition(":" if ":" in target else ".")
     if not module_name or not name:

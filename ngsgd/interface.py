@@ -70,7 +70,11 @@ def resume(run: Path | str, task: str | None = None, **flags: bool) -> str:
         >>> resume("runs/a", "", trust=True)
         'ngsgd resume runs/a --trust'
     """
-    task = _task_of(Path(run)) if task is None else task
+    if task is None:
+        task = ""
+        with contextlib.suppress(OSError, ValueError):
+            if found := _TASK.search((Path(run) / "config.yaml").read_text(encoding="utf-8")):
+                task = found[1]
     given = [name for name, is_given in flags.items() if is_given]
     if not task:
         return " ".join(["ngsgd resume", shlex.quote(str(run)), *(f"--{name.replace('_', '-')}" for name in given)])
@@ -81,11 +85,3 @@ def resume(run: Path | str, task: str | None = None, **flags: bool) -> str:
 def argument(task: str) -> str:
     """Return the argument of a Python program for a task; "task" for an object or a lambda."""
     return task if task.isidentifier() and not task[0].isupper() else "task"
-
-
-def _task_of(run: Path) -> str:
-    try:
-        found = _TASK.search((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return found[1] if found else ""

@@ -28,11 +28,8 @@ _known: set[str] = set()
 def masked(text: str, *, known: bool = True) -> str:
     """Mask user names and passwords in URLs, and tokens, passwords and keys in query strings.
 
-    Args:
-        text: the text.
-        known: also mask all passwords that this process has seen or that its environment contains.
-            Use False for settings that are read again, in which a short password may be a part of a
-            path.
+    With `known` also all passwords that this process has seen or that its environment contains. Use
+    False for settings that are read again, in which a short password may be a part of a path.
     """
     if "://" in text and "@" in text:
         text = _WORD.sub(_without_login, text)
@@ -56,9 +53,7 @@ def _without_login(found: re.Match[str]) -> str:
 
 
 def conceal(url: str) -> None:
-    """Mask the password of this URL in all later texts, because libraries quote parts of URLs in
-    errors.
-    """
+    """Mask the password of this URL in all later texts: libraries quote parts of URLs in errors."""
     from urllib.parse import unquote
 
     login = url.partition("://")[2].rpartition("@")[0]

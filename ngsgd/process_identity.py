@@ -54,30 +54,30 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
 
 
 def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
-    """Send a signal to exactly this process.
+    """Send a signal to exactly this process; False if it is not alive or cannot be identified.
 
-    Returns:
-        False if it is not alive or cannot be identified; then no signal is sent.
-
-    Raises:
-        PermissionError: the process belongs to a user whom this one may not signal.
+    Raises PermissionError if it belongs to a user whom this one may not signal.
     """
     if not is_alive(identity):
         return False
-    handle = _open_handle(identity["process_id"])
-    if handle is None:
-        # a kernel or sandbox without pidfd_open: microseconds pass between the comparison above and
-        # the signal
-        return _kill(identity["process_id"], signal)
     try:
+        handle = os.pidfd_open(identity["process_id"])
+    except (AttributeError, OSError):
+        # a kernel or sandbox without it: microseconds pass between the comparison and the signal
+        handle = -1
+    try:
+        if handle < 0:
+            os.kill(identity["process_id"], signal)
         # compared again: after opening the handle, reuse of the id by another process is detected
-        if not is_alive(identity):
+        elif is_alive(identity):
+            signals.pidfd_send_signal(handle, signal)
+        else:
             return False
-        signals.pidfd_send_signal(handle, signal)
     except ProcessLookupError:
         return False
     finally:
-        os.close(handle)
+        if handle >= 0:
+            os.close(handle)
     return True
 
 
@@ -96,25 +96,8 @@ def exists(process_id: int) -> bool:
     return True
 
 
-def _open_handle(process_id: int) -> int | None:
-    try:
-        return os.pidfd_open(process_id)
-    except (AttributeError, OSError):
-        return None
-
-
-def _kill(process_id: int, signal: int) -> bool:
-    try:
-        os.kill(process_id, signal)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def state_and_start_time(process_id: int) -> tuple[str, int | None]:
-    """State letter and start time in clock ticks since boot; ("", None) without process or
-    /proc.
-    """
+    """State letter and start time in clock ticks since boot; ("", None) if unknown."""
     try:
         text = (PROC / str(process_id) / "stat").read_text(encoding="utf-8", errors="replace")
         # the second field is the command name in parentheses, which may contain spaces and

@@ -45,7 +45,6 @@ class OuterIteration:
 
     @property
     def num_jobs(self) -> int:
-        r"""Number of jobs."""
         return len(self.shards)
 
     @property
@@ -93,9 +92,7 @@ class Schedule:
         return max(1, int(2 * self.num_passes / (self.num_jobs_initial + self.num_jobs_final)))
 
     def num_jobs(self, outer_iter: int) -> int:
-        """Return the number of jobs, which grows linearly over the run in multiples of
-        `num_jobs_step`.
-        """
+        """Return the number of jobs, which grows linearly in multiples of `num_jobs_step`."""
         ideal = self.num_jobs_initial + (self.num_jobs_final - self.num_jobs_initial) * outer_iter / self.num_outer_iters
         if ideal <= self.num_jobs_step:
             return int(0.5 + ideal)
@@ -125,20 +122,16 @@ class Schedule:
             share = 0.5 * (1.0 + math.cos(math.pi * passes_done / self.num_passes))
             return self.lr_final + (self.lr_initial - self.lr_final) * share
         decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
-        return self.lr_initial * math.exp(passes_done * decay) * self._lr_factor(passes_done / self.num_passes)
+        # of lr_factors, at this fraction of the processed data
+        at = min(max(passes_done / self.num_passes, 0.0), 1.0) * (len(self.lr_factors) - 1)
+        left = min(int(at), len(self.lr_factors) - 1)
+        ratio = self.lr_factors[min(left + 1, len(self.lr_factors) - 1)] / self.lr_factors[left]
+        return self.lr_initial * math.exp(passes_done * decay) * (self.lr_factors[left] * math.exp((at - left) * math.log(ratio)))
 
     def _warm_up(self, outer_iter: int, passes_done: int) -> float:
         """Return the factor of the warm-up in the middle of an outer iteration; it is above 0."""
         done = (passes_done + 0.5 * self.num_jobs(outer_iter)) / self.num_passes
         return done / self.warm_up if done < self.warm_up and self.warm_up else 1.0
-
-    def _lr_factor(self, fraction: float) -> float:
-        """Return the factor of `lr_factors` at a fraction of the processed data."""
-        at = min(max(fraction, 0.0), 1.0) * (len(self.lr_factors) - 1)
-        left = min(int(at), len(self.lr_factors) - 1)
-        right = min(left + 1, len(self.lr_factors) - 1)
-        ratio = self.lr_factors[right] / self.lr_factors[left]
-        return self.lr_factors[left] * math.exp((at - left) * math.log(ratio))
 
     def shard(self, pass_index: int) -> Shard:
         """Return the shard of a pass of the run; `frames_per_eg` epochs read every frame once."""

@@ -53,27 +53,14 @@ def test_a_schedule_can_be_compared_and_hashed() -> None:
     assert len({DropoutSchedule.parse("0,0.3,0"), DropoutSchedule.parse("0,0.3@0.5,0")}) == 1
 
 
-@pytest.mark.parametrize("text", ["", "   ", "abc", "0,x,0", "0,0.3@half,0", "0,,0", "0,0.3@,0", "lstm*=", "lstm*=0,0.3,0 0,zero"])
+@pytest.mark.parametrize("text", [
+    "", "   ", "abc", "0,x,0", "0,0.3@half,0", "0,,0", "0,0.3@,0", "lstm*=", "lstm*=0,0.3,0 0,zero",
+    # a single value
+    "0.3", "lstm*=0.3", "0.3@0.5",
+    # fractions that do not rise from 0 to 1
+    "0,0.3@0.6,0.5@0.4,0", "0,0.1,0.2,0", "0,0.3@1.2,0", "0,0.3@-0.1,0", "0,0.3@nan,0", "0@0.1,0.3,0", "0,0.3,0@0.9",
+    # proportions; 1 would drop everything
+    "0,1,0", "0,1.5@0.5,0", "0,-0.1,0", "0,0.3,1.0", "nan,0", "0,inf,0"])
 def test_an_invalid_schedule_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="dropout schedule"):
-        DropoutSchedule.parse(text)
-
-
-@pytest.mark.parametrize("text", ["0.3", "lstm*=0.3", "0.3@0.5"])
-def test_a_single_value_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="two"):
-        DropoutSchedule.parse(text)
-
-
-@pytest.mark.parametrize("text", ["0,0.3@0.6,0.5@0.4,0", "0,0.1,0.2,0", "0,0.3@1.2,0", "0,0.3@-0.1,0", "0,0.3@nan,0",
-                                  "0@0.1,0.3,0", "0,0.3,0@0.9"])
-def test_fractions_that_do_not_rise_from_0_to_1_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"0.*1"):
-        DropoutSchedule.parse(text)
-
-
-@pytest.mark.parametrize("text", ["0,1,0", "0,1.5@0.5,0", "0,-0.1,0", "0,0.3,1.0", "nan,0", "0,inf,0"])
-def test_proportions_that_are_none_are_refused(text: str) -> None:
-    """1 would drop everything."""
-    with pytest.raises(ConfigError, match=r"0.*below 1"):
         DropoutSchedule.parse(text)

@@ -7,8 +7,7 @@ from typing import Any
 
 import ray
 
-from ngsgd.data.fetching.files import RemoteData
-from ngsgd.data.fetching.publishing import Offer
+from ngsgd.data.fetching.files import Offer, RemoteData
 from ngsgd.data.fetching.source import StoreSource
 from ngsgd.launcher.ray.file_server import CoordinatorSource, start_server
 from ngsgd.launcher.ray.folders import UnseenFolder

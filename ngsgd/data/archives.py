@@ -87,14 +87,7 @@ def read_index(directory: Path) -> EgsInfo:
 
 
 def read_index_file(path: Path) -> EgsInfo:
-    """Read the file of an index.
-
-    Args:
-        path: the file.
-
-    Raises:
-        FormatError: as `read_index`.
-    """
+    """Read the file of an index; raises FormatError as `read_index`."""
     try:
         return EgsInfo(**unsealed("archives", read_json(path)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -130,35 +123,42 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
                                                         "num_diagnostic_frames", "silence_weight")}
     directory = cache_root / cache_name("egs", version=FORMATS["archives"], corpus=digest, settings=content,
                                         num_classes=num_classes, silence_classes=list(silence_classes))
-    if not _is_there(directory, (config.left_context, config.right_context, config.frames_per_eg,
-                                 num_classes, list(silence_classes)), report):
-        report(Phase("writing the archives of training examples"))
+
+    def check(index: Path) -> None:
+        info = read_index_file(index)
+        if (info.left_context, info.right_context, info.frames_per_eg, info.num_classes, info.silence_classes) != (
+                config.left_context, config.right_context, config.frames_per_eg, num_classes, list(silence_classes)):
+            raise FormatError("the settings in its info.json differ from those of the directory name")
+
+    def write(temporary: Path) -> None:
+        write_archives(train, valid, config, num_classes=num_classes, directory=temporary, groups=groups,
+                       silence_classes=silence_classes)
+    return prepared(directory / INDEX, "examples", check, write, report)
+
+
+def prepared(index: Path, what: str, check: Callable[[Path], object], write: Callable[[Path], object],
+             report: Callable[[str], None]) -> Path:
+    """Return the directory of an index, and write it if it is missing, or `check` finds damage.
+
+    Raises DataError if the disk is full.
+    """
+    directory = index.parent
+    if os.path.lexists(index):
         try:
-            # shared_directory keeps a directory that has an index
-            (directory / "info.json").unlink(missing_ok=True)
-            with shared_directory(directory, "info.json") as temporary:
-                write_archives(train, valid, config, num_classes=num_classes, directory=temporary,
-                               groups=groups, silence_classes=silence_classes)
-        except OSError as error:
-            raise DataError(f"archives of examples could not be written under {cache_root} "
-                            f"({error.strerror or error}); free disk space, or choose another "
-                            "folder with data.cache_dir=PATH.") from error
-    return directory
-
-
-def _is_there(directory: Path, expected: tuple[object, ...], report: Callable[[str], None]) -> bool:
-    if not os.path.lexists(directory / "info.json"):
-        return False
+            check(index)
+            return directory
+        except FormatError as error:
+            report(f"{directory} is damaged ({error}); preparing it again.")
+    report(Phase(f"writing the archives of training {what}"))
     try:
-        info = read_index(directory)
-        found = info.left_context, info.right_context, info.frames_per_eg, info.num_classes, info.silence_classes
-        if found != expected:
-            raise FormatError("the settings in its info.json differ from those of the directory "
-                              "name")
-    except FormatError as error:
-        report(f"{directory} is damaged ({error}); preparing it again.")
-        return False
-    return True
+        # shared_directory keeps a directory that has an index
+        index.unlink(missing_ok=True)
+        with shared_directory(directory, index.name) as temporary:
+            write(temporary)
+    except OSError as error:
+        raise DataError(f"archives of {what} could not be written under {directory.parent} ({error.strerror or error}); free disk "
+                        "space, or choose another folder with data.cache_dir=PATH.") from error
+    return directory
 
 
 def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
@@ -261,32 +261,23 @@ def _weighted(frames: FrameSet, silence_weight: float, silence_classes: Sequence
 def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[ArchiveEntry]:
     num_examples = len(source.order_E)
     num_archives = max(1, round(num_examples / config.samples_per_iter))
+    # equal parts, as `np.array_split` divides
+    size, num_larger = divmod(num_examples, num_archives)
+    bounds = [part * size + min(part, num_larger) for part in range(num_archives + 1)]
     targets = [Target(str(directory / archive_name(index)), begin, end)
-               for index, (begin, end) in enumerate(itertools.pairwise(_bounds(num_examples, num_archives)))]
-    num_writers = min(_num_writers(source, config.num_writers), num_archives)
+               for index, (begin, end) in enumerate(itertools.pairwise(bounds))]
+    num_writers = config.num_writers or 1
+    if not config.num_writers and isinstance(source.features_TD, np.memmap):
+        num_writers = max(1, min(os.cpu_count() or 1, num_examples * source.example_bytes // _WORTH_A_PROCESS))
+    num_writers = min(num_writers, num_archives)
     if num_writers == 1:
-        return [write_archive(source, target.begin, target.end, Path(target.path))
-                for target in targets]
+        return [write_archive(source, target.begin, target.end, Path(target.path)) for target in targets]
     scratch = directory / "scratch"
     scratch.mkdir()
     try:
         return write_in_processes(source, targets, num_writers, scratch)
     finally:
         shutil.rmtree(scratch)
-
-
-def _bounds(number: int, num_parts: int) -> list[int]:
-    """Bounds of equal parts, as `np.array_split` divides."""
-    size, num_larger = divmod(number, num_parts)
-    return [part * size + min(part, num_larger) for part in range(num_parts + 1)]
-
-
-def _num_writers(source: ExampleSource, wanted: int) -> int:
-    """Number of writing processes: as configured, else up to one per core for mapped features."""
-    if wanted or not isinstance(source.features_TD, np.memmap):
-        return wanted or 1
-    return max(1, min(os.cpu_count() or 1,
-                      len(source.order_E) * source.example_bytes // _WORTH_A_PROCESS))
 
 
 def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Generator,

@@ -54,11 +54,7 @@ class Column(Sequence[Item]):
 
 
 class Strings(Column[str]):
-    """Strings as bytes in one array.
-
-    Args:
-        strings: the items; read once.
-    """
+    """Strings, read once, as bytes in one array."""
 
     def __init__(self, strings: Iterable[str]) -> None:
         content, ends = bytearray(), array("q", [0])
@@ -76,11 +72,7 @@ class Strings(Column[str]):
 
 
 class WordLists(Column[tuple[str, ...]]):
-    """Lists of words as numbers of a vocabulary.
-
-    Args:
-        lists: the items; read once.
-    """
+    """Lists of words, read once, as numbers of a vocabulary."""
 
     def __init__(self, lists: Iterable[Sequence[str]]) -> None:
         number_of: dict[str, int] = {}
@@ -98,12 +90,7 @@ class WordLists(Column[tuple[str, ...]]):
 
 
 class Selected(Column[Item]):
-    """Some items of another sequence.
-
-    Args:
-        source: the sequence.
-        chosen: numbers of the items.
-    """
+    """The items of another sequence with the chosen numbers."""
 
     def __init__(self, source: Sequence[Item], chosen: Iterable[int]) -> None:
         self._source, self._chosen = source, array("q", chosen)
@@ -116,14 +103,7 @@ class Selected(Column[Item]):
 
 
 class Spool(Column[bytes]):
-    """Records in an unnamed file in the folder of temporary files (TMPDIR).
-
-    Args:
-        records: the items; read once.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Records, read once, in an unnamed file in the folder of temporary files (TMPDIR)."""
 
     def __init__(self, records: Iterable[bytes]) -> None:
         # closed, and therefore removed, with this object
@@ -144,12 +124,7 @@ class Spool(Column[bytes]):
 
 
 class Index:
-    """Positions of keys by their hashes, 12 bytes each; the keys themselves are elsewhere.
-
-    Args:
-        hashes: `hash` of each key.
-        key_at: returns the key at a position.
-    """
+    """Positions of keys by their hashes, 12 bytes each; `key_at` returns the key at a position."""
 
     def __init__(self, hashes: array[int], key_at: Callable[[int], str]) -> None:
         self._key_at = key_at
@@ -206,8 +181,7 @@ def write_json(file: IO[str], lists: Mapping[str, Iterable[Any]]) -> None:
 def read_json(text: str) -> Iterator[tuple[str, Iterator[Any]]]:
     """Yield the names and the items of an object of lists; each list is read before the next.
 
-    Raises:
-        ValueError: the text is not such an object.
+    Raises ValueError if the text is not such an object.
     """
     decoder, at = json.JSONDecoder(), _after(text, 0, "{")
     while True:

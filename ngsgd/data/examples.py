@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,7 +124,11 @@ def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> Ar
         used_K, row_EF = np.unique(source.side_T[at_EF], return_inverse=True)
         rest |= {"side": np.ascontiguousarray(source.side_RS[used_K]), "side_row": row_EF.reshape(at_EF.shape).astype(np.int32)}
     shape = (end - begin, source.window, int(source.features_TD.shape[1]))
-    pieces = _features(source, first_E, begin_E1, end_E1)
+    window_W = np.arange(-source.left_context, source.frames_per_eg + source.right_context)
+    size = max(1, PIECE_BYTES // source.example_bytes)
+    parts = (slice(start, start + size) for start in range(0, len(first_E), size))
+    pieces = (windows(source.features_TD, np.clip(first_E[part, None] + window_W, begin_E1[part], end_E1[part] - 1))
+              for part in parts)
     digest = write_arrays(path, "features", shape, pieces, rest)
     return ArchiveEntry(digest, end - begin, is_row(rest["pdf"], rest.get("weight")).sum(axis=0).tolist())
 
@@ -146,14 +150,6 @@ def windows(rows: npt.NDArray[Any], row_EW: Ints) -> npt.NDArray[Any]:
     return found
 
 
-def _features(source: ExampleSource, first_E: Ints, begin_E1: Ints, end_E1: Ints) -> Iterator[npt.NDArray[np.float32]]:
-    window_W = np.arange(-source.left_context, source.frames_per_eg + source.right_context)
-    size = max(1, PIECE_BYTES // source.example_bytes)
-    for start in range(0, len(first_E), size):
-        part = slice(start, start + size)
-        yield windows(source.features_TD, np.clip(first_E[part, None] + window_W, begin_E1[part], end_E1[part] - 1))
-
-
 # Writing processes --------------------------------------------------------------------------------
 
 
@@ -171,16 +167,8 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
 
     A process runs `python -m ngsgd.data.examples`, which reads its work as one line of JSON, maps
     the arrays and replies with one line. It is not a fork, because the caller may run threads.
-
-    Args:
-        source: the examples.
-        targets: the archives.
-        num_writers: number of processes.
-        scratch: folder for arrays that are not in files already; the caller removes it.
-
-    Raises:
-        OSError: the disk is full.
-        DataError: a process died.
+    Arrays that are not in files already are written to `scratch`. Raises OSError if the disk is
+    full, and DataError if a process died.
     """
     fields = vars(source).items()
     arrays = {name: _on_disk(value, scratch / name) for name, value in fields if isinstance(value, np.ndarray)}

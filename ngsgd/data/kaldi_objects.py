@@ -153,41 +153,26 @@ class Place:
 def parse_place(value: str) -> Place:
     """Parse the second field of a line of a .scp, such as `feats.ark:12[0:19,3:5]`.
 
-    Args:
-        value: the field.
-
-    Returns:
-        The parsed place.
-
-    Raises:
-        KaldiFormatError: it is a command, standard input, or a range that cannot be parsed.
+    Raises KaldiFormatError for a command, standard input, or a range that cannot be parsed.
     """
-    value = value.strip()
-    if value.endswith("|") or value.startswith("|"):
-        raise KaldiFormatError("is a command, which ngsgd never runs from data files; write the "
-                               "data to a file")
+    file = value = value.strip()
     ranges: list[str] = []
     if value.endswith("]") and "[" in value:
-        value, _, inside = value[:-1].rpartition("[")
+        file, _, inside = value[:-1].rpartition("[")
         ranges = inside.split(",")
-        if value.rstrip().endswith("|"):
-            raise KaldiFormatError("is a command, which ngsgd never runs from data files; write "
-                                   "the data to a file")
+    if value.startswith("|") or file.rstrip().endswith("|"):
+        raise KaldiFormatError("is a command, which ngsgd never runs from data files; write the data to a file")
     if len(ranges) > 2:
         raise KaldiFormatError("has a range with more than rows and columns")
     rows, columns = (_range(text) for text in [*ranges, ":", ":"][:2])
-    name, colon, offset = value.rpartition(":")
-    if colon and offset.isascii() and offset.isdigit() and len(offset) < 19:
-        return _named(Place(name, int(offset), rows, columns))
-    return _named(Place(value, 0, rows, columns))
-
-
-def _named(place: Place) -> Place:
-    if place.file in ("", "-"):
+    name, colon, offset = file.rpartition(":")
+    has_offset = bool(colon) and offset.isascii() and offset.isdigit() and len(offset) < 19
+    file = name if has_offset else file
+    if file in ("", "-"):
         raise KaldiFormatError("is standard input, which is not supported; name a file")
-    if "\0" in place.file:
+    if "\0" in file:
         raise KaldiFormatError("has a zero byte in the file name")
-    return place
+    return Place(file, int(offset) if has_offset else 0, rows, columns)
 
 
 def _range(text: str) -> tuple[int, int] | None:
@@ -225,14 +210,7 @@ def open_source(path: Path, offset: int = 0) -> Iterator[Source]:
 def read_object(source: Source) -> Array:
     """Read a float matrix or vector, or an int32 vector, from the current position.
 
-    Args:
-        source: an open file.
-
-    Returns:
-        A writable float32, float64 or int32 array of 1 or 2 dimensions.
-
-    Raises:
-        KaldiFormatError: it is something else, or it is damaged.
+    The array is writable. Raises KaldiFormatError if the object is another one, or is damaged.
     """
     head = source.peek(6)
     if not head.startswith(b"\0B"):
@@ -241,7 +219,10 @@ def read_object(source: Source) -> Array:
         return _read_text(source)
     source.take(2)
     if head[2:3] == b"\4":
-        return _read_int_vector(source)
+        packed = source.array(_INT_VECTOR, source.int32())
+        if not (packed["size"] == 4).all():
+            raise KaldiFormatError("is not a vector of 4-byte integers")
+        return np.ascontiguousarray(packed["value"])
     return read_float_object(source, source.word(16))
 
 
@@ -270,13 +251,6 @@ def read_archive(source: Source) -> Iterator[tuple[str, Array]]:
             yield name, read_object(source)
         except KaldiFormatError as error:
             raise KaldiFormatError(f"{name[:80]}: {error}") from error
-
-
-def _read_int_vector(source: Source) -> Array:
-    packed = source.array(_INT_VECTOR, source.int32())
-    if not (packed["size"] == 4).all():
-        raise KaldiFormatError("is not a vector of 4-byte integers")
-    return np.ascontiguousarray(packed["value"])
 
 
 def _read_compressed(source: Source, kind: bytes) -> Array:

@@ -23,15 +23,9 @@ BLOCK_ROWS = 1 << 16
 
 
 def write_rows(path: Path, shape: tuple[int, int], pieces: Iterable[Matrix]) -> Matrix:
-    """Write pieces of rows as one .npy file, as `np.save` writes it, and map it read-only.
+    """Write consecutive pieces of rows as one .npy file, as `np.save` does, and map it read-only.
 
-    Args:
-        path: the file.
-        shape: number of all rows, and of columns.
-        pieces: consecutive rows; one piece at a time is in memory.
-
-    Raises:
-        OSError: the disk is full.
+    One piece at a time is in memory.
     """
     return write_array(path, shape, pieces, np.dtype(np.float32))
 

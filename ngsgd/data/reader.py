@@ -24,8 +24,7 @@ from torch import Tensor
 from ngsgd.config import AugmentConfig
 from ngsgd.data.archives import INDEX, UTTERANCES, EgsInfo, archive_name, diagnostic_name, read_index, read_index_file
 from ngsgd.data.examples import is_row
-from ngsgd.data.fetching.files import Files, LocalFiles
-from ngsgd.data.fetching.publishing import Offer, offer_of
+from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.storage import ArrayFile, FormatError
 from ngsgd.errors import DamagedArchiveError, DataError
@@ -108,7 +107,7 @@ class EgsReader:
         Raises:
             DamagedArchiveError: the archive is damaged.
         """
-        rows = _Rows(self._archive(shard.archive), shard.frame, self.info)
+        rows = _Rows(self.archive_arrays(shard.archive), shard.frame, self.info)
         random = np.random.default_rng((seed, outer_iter, job))
         order_N = rows.at_N[random.permutation(len(rows.at_N))]
         masks = augment if augment is not None and augment.spec else None
@@ -127,7 +126,7 @@ class EgsReader:
 
     def utterances_of_pass(self, shard: Shard, *, seed: int, outer_iter: int, job: int) -> npt.NDArray[np.str_]:
         """Return the utterance id of each row of `minibatches` with the same arguments."""
-        file = self._archive(shard.archive)
+        file = self.archive_arrays(shard.archive)
         at_N = _Rows(file, shard.frame, self.info).at_N
         order_N = at_N[np.random.default_rng((seed, outer_iter, job)).permutation(len(at_N))]
         return np.array(self._utterances()["utt_ids"])[file["utterance"][order_N]]
@@ -138,7 +137,7 @@ class EgsReader:
             raise DataError(f"{self.directory} has no example {index} in archive {archive}: it "
                             f"holds {self.info.num_archives} archives of up to "
                             f"{max(self.info.num_examples)} examples; choose smaller numbers.")
-        file = self._archive(archive)
+        file = self.archive_arrays(archive)
         pdf_F = file["pdf"][index].copy()
         weight_EF = file.get("weight")
         weight_F = np.ones(len(pdf_F), np.float32) if weight_EF is None else weight_EF[index].copy()
@@ -149,7 +148,7 @@ class EgsReader:
 
     def diagnostic(self, subset: str) -> Minibatch:
         """Return the fixed subset "train" or "valid", copied to memory."""
-        file = self._open(diagnostic_name(subset), None)
+        file = self._open(diagnostic_name(subset))
         weight_N = file.get("weight")
         return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(),
                          None if weight_N is None else torch.tensor(weight_N))
@@ -164,7 +163,10 @@ class EgsReader:
 
     def archive_arrays(self, archive: int) -> ArrayFile:
         """Return the mapped arrays of an archive; see `ngsgd.data.examples.write_archive`."""
-        return self._archive(archive)
+        try:
+            return self._open(archive_name(archive))
+        except DataError as error:
+            raise DamagedArchiveError(str(error), archive) from error
 
     def groups(self) -> tuple[list[str], list[str]]:
         """Return (utterance ids, group of each) by index; no groups if they are unknown."""
@@ -192,24 +194,16 @@ class EgsReader:
             raise DataError(f"{path} is not a list of utterances ({error}); remove "
                             f"{self.directory} and run again.") from error
 
-    def _archive(self, index: int) -> ArrayFile:
-        return self._open(archive_name(index), index)
-
-    def _open(self, name: str, archive: int | None) -> ArrayFile:
+    def _open(self, name: str) -> ArrayFile:
         try:
             return self.files.arrays(name, self._digest(name))
         except UnsoundFileError as error:
-            raise _damaged(str(error), archive) from error
+            raise DataError(str(error)) from error
         except (FormatError, OSError) as error:
-            raise _damaged(f"{self.directory / name} cannot be read ({error}); remove {self.directory} and run "
-                           "again.", archive) from error
+            raise DataError(f"{self.directory / name} cannot be read ({error}); remove {self.directory} and run again.") from error
 
     def _digest(self, name: str) -> str:
         return str(self.info.sha256.get(name, ""))
-
-
-def _damaged(message: str, archive: int | None) -> DataError:
-    return DataError(message) if archive is None else DamagedArchiveError(message, archive)
 
 
 class _Rows:

@@ -66,10 +66,7 @@ class Mixing:
 def mixing(reader: EgsReader) -> list[Mixing]:
     """Measure classes, and groups if there are any; empty with fewer than two archives.
 
-    Only labels are read.
-
-    Raises:
-        DamagedArchiveError: an archive is damaged.
+    Only labels are read. Raises DamagedArchiveError.
     """
     info = reader.info
     if info.num_archives < 2:

@@ -35,22 +35,10 @@ class FormatError(Exception):
 
 
 def write_arrays(path: Path, first: str, shape: tuple[int, ...], pieces: Iterable[Array], rest: Mapping[str, Array]) -> str:
-    """Write the float32 array `first` from chunks, then the arrays of `rest`.
+    """Write the float32 array `first` from chunks, in order, then the arrays of `rest`.
 
-    Only one chunk is in memory at a time.
-
-    Args:
-        path: the file to write.
-        first: name of the first array.
-        shape: shape of the first array.
-        pieces: chunks of the first array, in order.
-        rest: further arrays by name.
-
-    Returns:
-        SHA-256 of the file.
-
-    Raises:
-        OSError: the disk is full; the file is then incomplete.
+    Only one chunk is in memory at a time. Returns the SHA-256 of the file, which is incomplete
+    after an OSError.
     """
     digest = hashlib.sha256()
     layout = {first: (np.dtype("<f4"), shape), **{name: (array.dtype, array.shape) for name, array in rest.items()}}
@@ -70,15 +58,9 @@ class ArrayFile:
     """The arrays of a file by name, memory-mapped: only accessed pages are read."""
 
     def __init__(self, path: Path, *, is_locked: bool = False) -> None:
-        """Map a file.
+        """Map a file; raises FormatError if it has another format, or is truncated.
 
-        Args:
-            path: the file.
-            is_locked: hold a shared lock on the file until the map is freed.
-
-        Raises:
-            FormatError: the file has another format, or is truncated.
-            OSError: the file cannot be opened.
+        With `is_locked` the file has a shared lock until the map is freed.
         """
         self.path = path
         with open_regular(path) as file:

@@ -45,7 +45,7 @@ def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: in
     split = _split(config, width, num_classes, statistics)
     generator = torch.Generator().manual_seed(seed)
     initialize((module for layer in layers for module in layer.values()), generator)
-    make = partial(_network, window=window) if config.kind in ("tdnn", "tdnnf") else nn.Sequential
+    make = partial(TimeDelayNetwork, window=window) if config.kind in ("tdnn", "tdnnf") else nn.Sequential
     if not config.add_layers_period and split is None:
         return make(OrderedDict((name, module) for part in (front, *layers, output) for name, module in part.items()))
     return StagedModel(front, layers, output, split, make)
@@ -104,20 +104,12 @@ def _scales(config: ModelConfig, statistics: DataStatistics, targets: Sequence[i
     return prior_scale(statistics.class_counts, config.prior_scale_power).repeat_interleave(torch.tensor(targets))
 
 
-def _network(children: Layer, window: Window) -> TimeDelayNetwork:
-    return TimeDelayNetwork(children, window)
-
-
 # Saved models -------------------------------------------------------------------------------------
 
 
-def rebuild(
-    about: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    state: Mapping[str, Tensor],
-    transform: Tensor | None,
-) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    """Build the network of a description and load its parameters.
+def rebuild(about: Mapping[str, Any], settings: Mapping[str, Any], state: Mapping[str, Tensor],
+            transform: Tensor | None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    """Build the network of a description (model.json) and load its parameters.
 
     Args:
         about: content of model.json.
@@ -133,21 +125,12 @@ def rebuild(
         KeyError, TypeError, RuntimeError, AttributeError: an incomplete or damaged description.
     """
     # Decoding would not detect non-finite parameters.
-    wrong = [
-        name
-        for name, values in {**state, "input_transform": transform}.items()
-        if values is not None and values.is_floating_point() and not bool(values.isfinite().all())
-    ]
+    wrong = [name for name, values in {**state, "input_transform": transform}.items()
+             if values is not None and values.is_floating_point() and not bool(values.isfinite().all())]
     if wrong:
         raise ValueError(f"its parameters have values in {wrong[0]} that are not finite")
-    model = build_model(
-        ModelConfig(**settings),
-        about["num_inputs"],
-        about["num_classes"],
-        seed=0,
-        window=window_of(about),
-        statistics=DataStatistics(tuple(about["class_counts"]), transform),
-    )
+    model = build_model(ModelConfig(**settings), about["num_inputs"], about["num_classes"], seed=0, window=window_of(about),
+                        statistics=DataStatistics(tuple(about["class_counts"]), transform))
     model.load_state_dict(dict(state))
     if about["stage"]:
         set_stage(model, Stage(**about["stage"]))
@@ -159,19 +142,12 @@ def rebuild(
 
 def window_of(about: Mapping[str, Any]) -> Window:
     """Return the window of the network input."""
-    return Window(
-        about["left_context"], about["right_context"], about["feature_dim"], about["side_dim"]
-    )
+    return Window(about["left_context"], about["right_context"], about["feature_dim"], about["side_dim"])
 
 
 def least_parameters(model: ModelConfig, num_inputs: int, num_classes: int) -> int:
-    """Return a lower bound of the number of weights in affine layers, as an exact integer of any
-    size.
-    """
-    width, outputs = model.hidden_dim, model.hidden_dim
-    if model.kind == "pnorm":
-        outputs = max(1, width // model.pnorm_group)
-    between = outputs * width
-    if model.kind == "tdnnf":
-        between = 2 * min(model.bottleneck_dim, width) * width
+    """Return a lower bound of the number of weights in affine layers, an integer of any size."""
+    width = model.hidden_dim
+    outputs = max(1, width // model.pnorm_group) if model.kind == "pnorm" else width
+    between = 2 * min(model.bottleneck_dim, width) * width if model.kind == "tdnnf" else outputs * width
     return num_inputs * width + (model.num_layers - 1) * between + outputs * num_classes

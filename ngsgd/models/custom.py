@@ -22,10 +22,8 @@ from ngsgd.optim.groups import layer_options
 def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Window, seed: int) -> nn.Module:
     """Create the model of `model._target_` from the sizes, the seed and `model.args`.
 
-    torch's random state is seeded with `seed` during the call and restored afterwards.
-
-    Raises:
-        ConfigError: it cannot be imported or called, or is not trainable (see `check`).
+    torch's random state is seeded with `seed` during the call and restored afterwards. Raises
+    ConfigError if it cannot be imported or called, or is not trainable (see `check`).
     """
     factory = find(config)
     sizes = {"num_inputs": num_inputs, "num_classes": num_classes, "left_context": window.left_context,

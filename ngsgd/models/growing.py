@@ -75,9 +75,7 @@ class Stages:
         return Stage(num_layers, self.first_split is not None and outer_iter >= self.first_split)
 
     def is_early(self, outer_iter: int) -> bool:
-        """Return whether to keep only the best job, because averaging harms rapidly changing
-        models.
-        """
+        """Return whether to keep the best job alone: averaging harms rapidly changing models."""
         return self.halves_early and (outer_iter == 0 or self.at(outer_iter).num_layers > self.at(outer_iter - 1).num_layers)
 
 

@@ -29,7 +29,6 @@ class Window(NamedTuple):
 
     @property
     def num_inputs(self) -> int:
-        r"""Length of a row."""
         return (self.left_context + 1 + self.right_context) * self.feature_dim + self.side_dim
 
 
@@ -43,9 +42,7 @@ class DataStatistics:
 
 
 class _PNorm(torch.autograd.Function):
-    """y and dy/dx; the first derivative is bitwise identical with and without a graph for the
-    second.
-    """
+    """y and dy/dx, which is bitwise identical with and without a graph for the second derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
@@ -96,9 +93,7 @@ class _Renormalize(torch.autograd.Function):
 
 
 class _RenormalizeGradient(torch.autograd.Function):
-    """dX = r dY - c (x^T dY) x with r = (x^T x / s)^(-1/2) and c = r^3 / s for each row, and
-    derivatives.
-    """
+    """dX = r dY - c (x^T dY) x with r = (x^T x / s)^(-1/2) and c = r^3 / s for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
@@ -128,7 +123,6 @@ class PNorm(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norms of the groups."""
         y: Tensor = _PNorm.apply(x, self.group)  # type: ignore[no-untyped-call]
         return y
 
@@ -137,16 +131,13 @@ class PNorm(nn.Module):
 
 
 class Renormalize(nn.Module):
-    """Scale each row to root mean square `target_rms`, to keep p-norm and ReLU activations from
-    growing.
-    """
+    """Scale each row to root mean square `target_rms`, so that activations do not grow."""
 
     def __init__(self, target_rms: float = 1.0) -> None:
         super().__init__()
         self.target_rms = target_rms
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Return the scaled rows."""
         if not x_ND.is_cpu:
             # One kernel of torch in each direction, which adds the floor; 1e-20 has no effect on
             # any row.
@@ -172,7 +163,6 @@ class BatchNorm(nn.BatchNorm1d):
         super().__init__(dim, eps=1e-3, momentum=1.0 - 0.8, affine=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
-        """Return the normalized input."""
         x_ND = input.reshape(-1, input.shape[-1])
         if self.training and len(x_ND) == 1:
             y_ND = nn.functional.batch_norm(x_ND, self.running_mean, self.running_var, eps=self.eps)
@@ -198,7 +188,6 @@ class FixedAffine(nn.Module):
         self.register_buffer("bias", transform[:, -1].float().contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        r"""Return A x + b."""
         return nn.functional.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -215,7 +204,6 @@ class FixedScale(nn.Module):
         self.register_buffer("scale", scale.float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        r"""Return s * x."""
         return x * self.scale
 
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from torch import nn
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.data.reader import BESIDE, EgsReader, Minibatch
 from ngsgd.errors import ConfigError, DataError
-from ngsgd.files import DIGEST, digest_of_arrays
+from ngsgd.files import DIGEST, digest_of_arrays, new_file
 from ngsgd.models.build import build_model
 from ngsgd.models.layers import DataStatistics, Window
 from ngsgd.schedules import Shard
@@ -56,36 +54,24 @@ def _scale_start(model: nn.Module, config: ModelConfig) -> None:
             parameter.mul_(scale)
 
 
-def needs_statistics(config: ModelConfig) -> bool:
-    """Return whether the model needs statistics of the training examples."""
-    return config.input_transform != "none" or config.num_subclasses > 0 or config.prior_scale_power != 0.0
-
-
 def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | None:
     """Return the statistics, or None if the model needs none.
 
     They are read from the file next to the archives, or computed and stored there. The coordinator
     does this before any worker starts, so that all use identical values.
     """
-    if not needs_statistics(config):
+    if config.input_transform == "none" and not config.num_subclasses and not config.prior_scale_power:
         return None
-    path = reader.files.root(BESIDE.replace("*", _key(config, reader)))
+    # all settings that affect the numbers; the examples belong to the directory
+    wanted: list[object] = [_FORMAT, config.input_transform]
+    if config.input_transform == "lda":
+        wanted += _columns(config, reader).tolist()
+    path = reader.files.root(BESIDE.replace("*", hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:12]))
     found = _read(path, reader.info.num_classes)
     if found is None:
         found = _compute(config, reader)
         _write(path, found)
     return found
-
-
-def _key(config: ModelConfig, reader: EgsReader) -> str:
-    """Return a key of all settings that affect the numbers.
-
-    The examples belong to the directory.
-    """
-    wanted: list[object] = [_FORMAT, config.input_transform]
-    if config.input_transform == "lda":
-        wanted += _columns(config, reader).tolist()
-    return hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:12]
 
 
 def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -99,18 +85,16 @@ def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], n
 
 def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:
     columns = _columns(config, reader) if config.input_transform == "lda" else np.empty(0, np.int64)
-    found = class_statistics(_all_rows(reader), reader.info.num_classes, columns)
+    shards = itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg))
+    # every frame of the examples once
+    rows = (minibatch for shard in shards
+            for minibatch in reader.minibatches(Shard(*shard), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0))
+    found = class_statistics(rows, reader.info.num_classes, columns)
     transform = None
     if config.input_transform == "lda":
         transform_KD = lda_transform(found.total_DD, found.between_DD, found.mean_D)
         transform = torch.from_numpy(transform_KD).float()
     return DataStatistics(tuple(found.count_P.tolist()), transform)
-
-
-def _all_rows(reader: EgsReader) -> Iterator[Minibatch]:
-    """Yield every frame of the examples once."""
-    for archive, frame in itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg)):
-        yield from reader.minibatches(Shard(archive, frame), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0)
 
 
 def _read(path: Path, num_classes: int) -> DataStatistics | None:
@@ -121,7 +105,7 @@ def _read(path: Path, num_classes: int) -> DataStatistics | None:
     except (OSError, SafetensorError):
         # Missing or damaged; it is created again in both cases.
         return None
-    if expected is not None and expected != _digest(arrays):
+    if expected != _digest(arrays):
         return None
     counts, transform = arrays.get("class_counts"), arrays.get("input_transform")
     whole = counts is not None and len(counts) == num_classes and (transform is None or bool(transform.isfinite().all()))
@@ -136,12 +120,10 @@ def _write(path: Path, statistics: DataStatistics) -> None:
     arrays = {"class_counts": torch.tensor(statistics.class_counts, dtype=torch.float64)}
     if statistics.input_transform is not None:
         arrays["input_transform"] = statistics.input_transform.contiguous()
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        save_file(arrays, temporary, {DIGEST: _digest(arrays)})
-        os.replace(temporary, path)
+        with new_file(path) as temporary:
+            save_file(arrays, temporary, {DIGEST: _digest(arrays)})
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(f"{path} could not be written ({error}); free space, or fix the "
                         "permissions of that folder.") from error
 
@@ -188,23 +170,13 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
     """Compute the input transform (C.6 of arXiv 1410.7455), K x (D + 1) with the offset last.
 
     It decorrelates the input and down-weights non-discriminative dimensions: an LDA that keeps all
-    dimensions by default, with a mild floor instead of full whitening; Kaldi's
-    nnet2/get-feature-transform.cc. The sign of each row is arbitrary.
+    dimensions by default, with a mild floor instead of full whitening; Kaldi's nnet2/get-feature-
+    transform.cc. The sign of each row is arbitrary.
 
     With the total covariance T, the between-class one B, W = T - B = L L^T and the eigenvalues l of
-    L^-1 B L^-T = U diag(l) U^T, descending, row i of U^T L^-1 is scaled by
-    sqrt((f + l_i) / (1 + l_i)).
-
-    Args:
-        total_DD: covariance of all rows.
-        between_DD: covariance of the class means.
-        mean_D: mean of all rows.
-        within_class_factor: f.
-        max_singular_value: upper limit of the singular values; 0: none.
-        dim: number of rows to keep; 0: all.
-
-    Raises:
-        DataError: W is singular.
+    L^-1 B L^-T = U diag(l) U^T, descending, row i of U^T L^-1 is scaled by sqrt((f + l_i) / (1 +
+    l_i)). f is `within_class_factor`. Singular values are limited (0: not), and `dim` rows are kept
+    (0: all). Raises DataError if W is singular.
     """
     try:
         L_DD = np.linalg.cholesky(total_DD - between_DD)

@@ -21,20 +21,11 @@ _PERTURBATION = 0.01
 
 
 def split_targets(counts: Sequence[float], num_subclasses: int, power: float = 0.25, min_count: float = 10.0) -> list[int]:
-    """Distribute sub-classes over classes.
+    """Distribute at most `num_subclasses` sub-classes over classes with these numbers of frames.
 
     The class with the largest count^power / sub-classes gets one more. If the new number times
     `min_count` would reach its count, it gets no more at all. Source: GetSplitTargets of Kaldi's
     gmm/model-common.cc.
-
-    Args:
-        counts: frames of each class.
-        num_subclasses: maximum total.
-        power: exponent of the counts.
-        min_count: minimum frames per sub-class.
-
-    Returns:
-        Sub-classes of each class.
 
     Example:
         >>> split_targets([100.0, 10000.0], 6, power=0.5)

@@ -53,9 +53,13 @@ class _FramePlan(NamedTuple):
 class TimeLayer(nn.Module):
     """A layer that computes output frames from input frames at other times."""
 
+    # of the input frames of an output frame
+    offsets: tuple[int, ...]
+
     def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
         """Return (input frames that the outputs at `times` need, their indices)."""
-        raise NotImplementedError
+        needed, splice = _spliced(times, self.offsets)
+        return needed, (splice,)
 
 
 class SplicedTransform(TimeLayer):
@@ -66,12 +70,7 @@ class SplicedTransform(TimeLayer):
         self.offsets = tuple(offsets)
         self.fixed = FixedAffine(transform)
 
-    def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
-        needed, splice = _spliced(times, self.offsets)
-        return needed, (splice,)
-
     def forward(self, x_NTD: Tensor, splices: Sequence[Splice], side_NS: Tensor | None = None) -> Tensor:
-        """Return the transformed frames."""
         y: Tensor = self.fixed(_beside(splices[0](x_NTD), side_NS))
         return y
 
@@ -85,12 +84,7 @@ class Tdnn(TimeLayer):
         self.affine = nn.Linear(len(self.offsets) * num_inputs + side_dim, config.hidden_dim)
         self.rest = _rest(config)
 
-    def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
-        needed, splice = _spliced(times, self.offsets)
-        return needed, (splice,)
-
     def forward(self, x_NTD: Tensor, splices: Sequence[Splice], side_NS: Tensor | None = None) -> Tensor:
-        """Return the output frames."""
         y: Tensor = self.rest(self.affine(_beside(splices[0](x_NTD), side_NS)))
         return y
 
@@ -116,9 +110,7 @@ class FactoredTdnn(TimeLayer):
 
     @property
     def layer_options(self) -> dict[str, dict[str, Any]]:
-        """Optimizer options: the rows of the factor are orthogonal with a free scale (Kaldi's
-        constraint -1).
-        """
+        """Rows of the factor are orthogonal with a free scale (Kaldi's constraint -1)."""
         return {"factor": {"orthonormal_constraint": -1.0}}
 
     def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
@@ -127,7 +119,6 @@ class FactoredTdnn(TimeLayer):
         return needed, (_splice(needed, middle, self.past), second, _splice(needed, times, (0,)))
 
     def forward(self, x_NTD: Tensor, splices: Sequence[Splice]) -> Tensor:
-        """Return the output frames."""
         first, second, same = splices
         y: Tensor = self.rest(self.affine(second(self.factor(first(x_NTD)))))
         return torch.add(y, same(x_NTD), alpha=self.bypass_scale) if self.bypass_scale else y

@@ -24,7 +24,7 @@ from ngsgd.runs import trust as permission
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder, find_run, resume_command
 from ngsgd.runs.saved_config import read_config
-from ngsgd.tasks.spec import name_of
+from ngsgd.tasks.functions import name_of
 
 # packages for progress lines, Ray, MLflow and plots
 _OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")

@@ -22,7 +22,7 @@ from torch import nn
 from ngsgd.asr.decode.evaluation import DecodingResult
 from ngsgd.cluster.fingerprint import why_no_kernels
 from ngsgd.config import RunConfig
-from ngsgd.data.fetching.publishing import publish
+from ngsgd.data.fetching.files import publish
 from ngsgd.data.reader import EgsReader
 from ngsgd.files import read_json, write_text
 from ngsgd.models import custom

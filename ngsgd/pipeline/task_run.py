@@ -32,8 +32,7 @@ from ngsgd.runs.final_model import check_final, write_final
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder, check_output_dir, resume_command
 from ngsgd.schedules import Schedule
-from ngsgd.tasks.functions import FunctionTask
-from ngsgd.tasks.spec import GivenTask, ImportedTask
+from ngsgd.tasks.functions import FunctionTask, GivenTask, ImportedTask
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport
 from ngsgd.training.settings import EngineSettings

@@ -12,10 +12,8 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,21 +23,22 @@ import torch
 from torch import Tensor
 
 from ngsgd.config import AugmentConfig
+from ngsgd.data.archives import prepared
 from ngsgd.data.examples import windows
-from ngsgd.data.fetching.files import Files, LocalFiles
-from ngsgd.data.fetching.publishing import Offer, offer_of
+from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader, ahead
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import FORMATS, cache_name, read_json, sealed, shared_directory, unsealed, write_text
-from ngsgd.phase import Phase
+from ngsgd.files import FORMATS, cache_name, read_json, sealed, unsealed, write_text
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.numerators import Chain, Chains, chain_of
 
 INDEX = "sequences.json"
+# names of the fields of a chain in an archive
+_CHAIN = ("pdf", "enter", "loop", "first", "last")
 # Stored frames around a chunk: the largest possible context (egs.left_context).
 _MARGIN = 100
 
@@ -109,29 +108,10 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
     outputs = outputs or Outputs()
     directory = cache_root / cache_name("sequences", version=FORMATS["sequences"], corpus=digest, graph=content,
                                         samples_per_iter=samples_per_iter, chunk_frames=chunk_frames, outputs=list(outputs))
-    if not _is_there(directory, report):
-        report(Phase("writing the archives of training sequences"))
-        try:
-            # shared_directory keeps a directory that has an index.
-            (directory / "sequences.json").unlink(missing_ok=True)
-            with shared_directory(directory, "sequences.json") as temporary:
-                _write(train, list(_groups(train, graph, chunk_frames, outputs)), samples_per_iter, temporary)
-        except OSError as error:
-            raise DataError(f"archives of sequences could not be written under {cache_root} "
-                            f"({error.strerror or error}); free space, or choose another place "
-                            "with data.cache_dir=PATH.") from error
-    return directory
 
-
-def _is_there(directory: Path, report: Callable[[str], None]) -> bool:
-    if not os.path.lexists(directory / "sequences.json"):
-        return False
-    try:
-        read_index_file(directory / INDEX)
-    except FormatError as error:
-        report(f"{directory} is damaged ({error}); preparing it again.")
-        return False
-    return True
+    def write(temporary: Path) -> None:
+        _write(train, list(_groups(train, graph, chunk_frames, outputs)), samples_per_iter, temporary)
+    return prepared(directory / INDEX, "sequences", read_index_file, write, report)
 
 
 def read_index_file(path: Path) -> SequenceIndex:
@@ -221,7 +201,10 @@ def _write_archive(train: FrameSet, groups: list[_Group], path: Path) -> tuple[i
     rest: dict[str, npt.NDArray[Any]] = {name: np.array(column, np.int64) for name, column in table.items()}
     rest["pdf"] = np.concatenate([train.pdf_T[group.low:group.high] for group in groups]).astype(np.int32)
     rest["log_weight"] = np.array([span.log_weight for span in spans], np.float64)
-    rest |= _stored([span.chain for span in spans if span.chain])
+    if chains := [span.chain for span in spans if span.chain]:
+        # end to end
+        rest |= {f"chain_{name}": np.concatenate(parts) for name, parts in zip(_CHAIN, zip(*chains, strict=True), strict=True)}
+        rest["chain_begin"] = np.cumsum([0, *(len(chain.pdf_K) for chain in chains)])
     if train.side is not None:
         used_K, row_T = np.unique(np.concatenate([train.side.row_T[group.low:group.high] for group in groups]), return_inverse=True)
         rest |= {"side": np.ascontiguousarray(train.side.rows_RS[used_K]), "side_row": row_T.astype(np.int32)}
@@ -229,28 +212,8 @@ def _write_archive(train: FrameSet, groups: list[_Group], path: Path) -> tuple[i
     return sum(span.num_outputs for span in spans), len(spans), digest
 
 
-def _stored(chains: list[Chain]) -> dict[str, npt.NDArray[Any]]:
-    """The chains of an archive, end to end."""
-    if not chains:
-        return {}
-    columns = {f"chain_{name}": np.concatenate(parts) for name, parts in zip(_CHAIN, zip(*chains, strict=True), strict=True)}
-    return columns | {"chain_begin": np.cumsum([0, *(len(chain.pdf_K) for chain in chains)])}
-
-
-# names of the fields of a chain in an archive
-_CHAIN = ("pdf", "enter", "loop", "first", "last")
-
-
 def _name(archive: int) -> str:
     return f"sequences.{archive:04d}.safetensors"
-
-
-def _chains(archive: ArrayFile, chosen: list[int]) -> Chains | None:
-    begin_Q = archive.get("chain_begin")
-    if begin_Q is None:
-        return None
-    columns = [archive[f"chain_{name}"] for name in _CHAIN]
-    return Chains.of([Chain(*(column[begin_Q[at]:begin_Q[at + 1]] for column in columns)) for at in chosen])
 
 
 class SequenceReader:
@@ -304,23 +267,23 @@ class SequenceReader:
 
     def _minibatch(self, archive: ArrayFile, chosen: list[int]) -> SequenceMinibatch:
         rows, pdfs, at_N = [], [], []
-        step_Q = archive.get("step")
+        step_Q, window_W = archive.get("step"), np.arange(-self.info.left_context, self.info.right_context + 1)
         for at in chosen:
             begin, size = archive["begin"][at], archive["size"][at]
             time_T = np.arange(archive["first"][at], archive["end"][at], 1 if step_Q is None else step_Q[at])
-            rows.append(begin + np.clip(time_T[:, None] + self._window, 0, size - 1))
+            rows.append(begin + np.clip(time_T[:, None] + window_W, 0, size - 1))
             pdfs.append(archive["pdf"][begin + time_T].astype(np.int64))
             at_N.append(begin + time_T)
         row_NW = np.concatenate(rows)
         x_ND = torch.from_numpy(windows(archive["features"], row_NW).reshape(len(row_NW), -1))
         if self.info.side_dim:
             x_ND = torch.cat([x_ND, torch.from_numpy(archive["side"][archive["side_row"][np.concatenate(at_N)]])], dim=1)
+        chains, begin_Q = None, archive.get("chain_begin")
+        if begin_Q is not None:
+            columns = [archive[f"chain_{name}"] for name in _CHAIN]
+            chains = Chains.of([Chain(*(column[begin_Q[at]:begin_Q[at + 1]] for column in columns)) for at in chosen])
         return SequenceMinibatch(x_ND, torch.from_numpy(np.concatenate(pdfs)), None, tuple(map(len, pdfs)),
-                                 torch.from_numpy(archive["log_weight"][chosen]), _chains(archive, chosen))
-
-    @cached_property
-    def _window(self) -> npt.NDArray[np.int64]:
-        return np.arange(-self.info.left_context, self.info.right_context + 1)
+                                 torch.from_numpy(archive["log_weight"][chosen]), chains)
 
     def offer(self) -> Offer:
         """Describe the directory to nodes that do not see it."""

@@ -30,14 +30,11 @@ from ngsgd.sequence.graph import StateGraph
 
 
 def log_path_sum(scores_NP: Tensor, lengths: Sequence[int], transitions: Transitions) -> Tensor:
-    """Return Z of each sequence, B (float64).
-
-    Minus infinity, with gradient 0, if no path has its length.
-
-    Once differentiable with respect to the scores.
+    """Return Z of each sequence, B (float64); minus infinity, with gradient 0, if no path has its
+    length.
 
     Args:
-        scores_NP: frame scores.
+        scores_NP: frame scores, with respect to which Z is once differentiable.
         lengths: frames of each sequence, in the order of the rows.
         transitions: the graph.
     """

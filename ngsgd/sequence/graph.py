@@ -60,7 +60,6 @@ class StateGraph:
 
     @property
     def num_states(self) -> int:
-        r"""S"""
         return len(self.pdf_S)
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
@@ -78,9 +77,7 @@ class StateGraph:
         return cls(pdf_S, source_A, target_A, log_weight_A, log_initial_S, log_final_S, float(leak[0]), restart_S)
 
     def with_leak(self, leak: float) -> StateGraph:
-        """Return the graph with jumps of this weight (Kaldi's leaky-hmm-coefficient) to the average
-        distribution.
-        """
+        """Return the graph with jumps of this weight (Kaldi's leaky-hmm-coefficient)."""
         return replace(self, leak=leak, restart_S=self.occupancy())
 
     def anywhere(self, *, with_start: bool = False) -> StateGraph:
@@ -96,9 +93,7 @@ class StateGraph:
             return replace(self, log_initial_S=np.log(initial_S), log_final_S=np.zeros(self.num_states))
 
     def occupancy(self, num_frames: int = _AVERAGED_FRAMES) -> Floats:
-        """Return the average occupancy of each state over random paths (Kaldi's initial
-        probabilities).
-        """
+        """Return the mean occupancy of states over random paths (Kaldi's initial probabilities)."""
         occupied_S = np.zeros(self.num_states)
         x_S = np.exp(self.log_initial_S)
         weight_A = np.exp(self.log_weight_A)
@@ -200,10 +195,7 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     """Convert a transducer to a graph with the same sum over paths for any frame scores.
 
     States are split by the class of the incoming arcs. Epsilon arcs are summed into the arcs that
-    follow.
-
-    Raises:
-        DataError: there is a cycle of epsilon arcs.
+    follow; DataError for a cycle of them.
     """
     leaving: dict[int, list[StateArc]] = defaultdict(list)
     for arc in arcs:

@@ -30,35 +30,27 @@ _END = (-1,)
 
 
 def state_ngram(labels: Iterable[Sequence[int] | npt.NDArray[np.int32]], order: int) -> StateGraph:
-    """Create the graph of an n-gram model of labelings.
+    """Create the graph of an n-gram model of labelings, the classes of all frames of each sequence.
 
     Its states are histories of up to `order` - 1 different classes, the last of which is emitted.
     Probabilities of leaving a state, with that of ending, sum to one.
-
-    Args:
-        labels: class of every frame, for each sequence.
-        order: n.
     """
     moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     num_frames: Counter[tuple[int, ...]] = Counter()
     for pdf_T in labels:
         history = _START
-        for run, length in _runs(pdf_T):
-            following = (*history, run)[-max(1, order - 1):]
-            moves[history, following] += 1
-            num_frames[following] += length
-            history = following
+        ids = np.asarray(pdf_T)
+        ends = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
+        for begin, end in pairwise(ends):
+            if end > begin:
+                following = (*history, int(ids[begin]))[-max(1, order - 1):]
+                moves[history, following] += 1
+                num_frames[following] += end - begin
+                history = following
         moves[history, _END] += 1
     if not num_frames:
         raise DataError("There are no labels for an n-gram model; check the training data.")
     return _graph(moves, num_frames)
-
-
-def _runs(pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Return (class, number of repetitions)."""
-    ids = np.asarray(pdf_T)
-    ends = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
-    return [(int(ids[begin]), end - begin) for begin, end in pairwise(ends) if end > begin]
 
 
 def _graph(moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]], num_frames: Counter[tuple[int, ...]]) -> StateGraph:
@@ -121,17 +113,8 @@ def unit_ngram(sequences: Iterable[UnitFrames], order: int, class_of: ClassOf) -
 
     Its states are pairs of a history of units, the last of which is emitted, and an HMM state. A
     history has `order` - 1 units, but at least two, because classes depend on the left neighbor.
-
-    Args:
-        sequences: labeled frames.
-        order: n.
-        class_of: class of (left neighbor, unit, HMM state).
-
-    Returns:
-        The graph. Probabilities of leaving a state, with that of ending, sum to one.
-
-    Raises:
-        DataError: there are no frames.
+    Probabilities of leaving a state, with that of ending, sum to one. Raises DataError without
+    frames.
     """
     counts = _Counts(max(2, order - 1))
     for one in sequences:

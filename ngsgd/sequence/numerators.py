@@ -122,9 +122,7 @@ def chain_log_sum(scores_NP: Tensor, lengths: Sequence[int], chains: Chains) -> 
 
 
 def _scores_of_states(scores_NP: Tensor, lengths: Sequence[int], chains: Chains) -> Tensor:
-    """Return the score of each state in each frame, T x B x K, with that of frames outside its
-    window.
-    """
+    """Return the score of each state in each frame, T x B x K; `_NEVER` outside its window."""
     length_B = torch.tensor(lengths)
     time_T = torch.arange(int(length_B.max()))
     row_TB = torch.cumsum(length_B, 0) - length_B + torch.minimum(time_T[:, None], length_B - 1)

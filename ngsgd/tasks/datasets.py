@@ -146,8 +146,7 @@ class DatasetTask(FunctionTask):
         last = self.num_batches(shard, size) if stop is None else stop
         indices_of = self._order(shard, size, seed, last)
         for number in range(first, last):
-            indices = indices_of(number)
-            yield self._batch(self.dataset, indices)
+            yield self._batch(self.dataset, indices_of(number))
 
     def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> list[str]:
         """Indices in the dataset, such as "17"."""
@@ -170,18 +169,14 @@ class DatasetTask(FunctionTask):
             if not known_from <= row <= end_row <= known_from + len(known):
                 last = min(stop, number + max(1, _NUM_ORDERED * count // length))
                 known, known_from = self._indices(division.of(begin + order.at(row, last * length // count))), row
-            return self._without_excluded(known[row - known_from:end_row - known_from])
+            indices = known[row - known_from:end_row - known_from]
+            # without examples in quarantine, unless none would be left
+            kept = indices[[index not in self._excluded for index in indices.tolist()]] if self._excluded else indices
+            return kept if len(kept) else indices
         return indices_of
 
     def exclude(self, examples: Sequence[str]) -> None:
         self._excluded = frozenset(map(int, examples))
-
-    def _without_excluded(self, indices: Indices) -> Indices:
-        """Drop examples in quarantine, unless none would be left."""
-        if not self._excluded:
-            return indices
-        kept = indices[[index not in self._excluded for index in indices.tolist()]]
-        return kept if len(kept) else indices
 
     @torch.no_grad()
     def wrong_reduction(self, model: nn.Module) -> str:

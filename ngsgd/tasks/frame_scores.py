@@ -27,9 +27,7 @@ _MIN_PRIOR = 1e-15
 
 
 def summed_loss(logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None) -> Tensor:
-    """Minus the objf, summed over the frames, each times its weight (posterior weights in
-    Kaldi).
-    """
+    """Minus the objf, summed over the frames, each times its weight."""
     if weight_N is None:
         return nn.functional.cross_entropy(logits_NP, pdf_N, reduction="sum")
     return (nn.functional.cross_entropy(logits_NP, pdf_N, reduction="none") * weight_N).sum()
@@ -68,16 +66,8 @@ def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int = 20_
                       skip_damaged: bool = False) -> npt.NDArray[np.float64]:
     """Mean posterior of each class over about `num_frames` training frames (priors in Kaldi).
 
-    The result is floored and normalized.
-
-    Args:
-        model: the acoustic model.
-        reader: archives of training examples.
-        num_frames: approximate number of frames. Default: 20000, as in Kaldi.
-        skip_damaged: skip damaged archives; the last error is raised if no archive is left.
-
-    Returns:
-        P probabilities, float64.
+    The result is floored and normalized. With `skip_damaged` damaged archives are skipped; the last
+    error is raised if no archive is left.
     """
     total_P = torch.zeros(reader.info.num_classes, dtype=torch.float64)
     seen = 0
@@ -173,7 +163,11 @@ def gradient_figures(model: nn.Module, subset: Minibatch, num_frames: int) -> di
     model.zero_grad(set_to_none=True)
     noise = gradient_noise(q, len(part.x_ND))
     figures = {"noise_scale/model": noise[""].noise_scale, "signal_to_noise/model": noise[""].signal_to_noise}
-    for layer, names in _layers(q).items():
+    # a direct parameter of the model is a layer
+    names_of: dict[str, list[str]] = defaultdict(list)
+    for name in q:
+        names_of[name.rpartition(".")[0] or name].append(name)
+    for layer, names in names_of.items():
         whole = GradientNoise(sum(noise[name].trace for name in names), sum(noise[name].squared_norm for name in names))
         figures[f"signal_to_noise/{layer}"] = whole.signal_to_noise
         figures[f"curvature_trace/{layer}"] = sum(float(q[name].diag_ggn_mc.sum(dtype=torch.float64)) for name in names)
@@ -184,11 +178,3 @@ def _collection(model: nn.Module, loss_fn: nn.Module | None = None) -> Collectio
     # a separate generator: training uses that of torch in another thread
     return collect(model, "variance", "second_moment", "diag_ggn_mc", loss_fn=loss_fn or nn.CrossEntropyLoss(), reduction="mean",
                    generator=torch.Generator().manual_seed(0))
-
-
-def _layers(q: Collection) -> dict[str, list[str]]:
-    """Names of parameters by layer; a direct parameter of the model is a layer."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for name in q:
-        names[name.rpartition(".")[0] or name].append(name)
-    return names

@@ -115,12 +115,14 @@ class FrameClassification(Task):
             shard, size, seed=run_seed, outer_iter=outer_iter, job=job, first=first, stop=stop,
             augment=self.config.augment, prefetch=resolve_prefetch(self.config.egs.prefetch, self.device),
             pin_memory=self.device.type == "cuda")
-        if not self._excluded:
-            for minibatch in minibatches:
-                yield Batch(minibatch, len(minibatch.pdf_N))
-            return
         for number, minibatch in enumerate(minibatches, first):
-            kept = self._without_excluded(minibatch, self._row_ids(shard, size, seed, number))
+            kept: Any = minibatch
+            if self._excluded:
+                ids = self._row_ids(shard, size, seed, number)
+                rows = [row for row, name in enumerate(ids) if name not in self._excluded]
+                # without utterances in quarantine, unless none would be left
+                if len(rows) not in (0, len(ids)):
+                    kept = type(minibatch)(*(None if part is None else part[torch.tensor(rows)] for part in minibatch))
             yield Batch(kept, len(kept.pdf_N))
 
     @property
@@ -145,14 +147,6 @@ class FrameClassification(Task):
 
     def exclude(self, examples: Sequence[str]) -> None:
         self._excluded = frozenset(examples)
-
-    def _without_excluded(self, minibatch: Any, ids: Sequence[str]) -> Any:
-        """Drop the rows of utterances in quarantine, unless none would be left."""
-        rows = [row for row, name in enumerate(ids) if name not in self._excluded]
-        if len(rows) in (0, len(ids)):
-            return minibatch
-        chosen = torch.tensor(rows)
-        return type(minibatch)(*(None if part is None else part[chosen] for part in minibatch))
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
         logits_NP = model(data.x_ND)
@@ -190,9 +184,7 @@ class FrameClassification(Task):
 
     @cached_property
     def _check_frames(self) -> Minibatch:
-        """At most NUM_CHECK_FRAMES frames, evenly spaced because neighbors may share an
-        utterance.
-        """
+        """At most NUM_CHECK_FRAMES frames, evenly spaced: neighbors may share an utterance."""
         subset = self._subsets["valid"]
         count = len(subset.pdf_N)
         chosen = torch.linspace(0, count - 1, min(count, NUM_CHECK_FRAMES)).long()

@@ -24,13 +24,9 @@ def collated(found: Sequence[Any], name_of: Callable[[int], str], collate_fn: Ca
              has_weight: bool) -> Batch:
     """Convert examples to a minibatch.
 
-    Examples that are None count as missing: a `collate_fn` may drop them.
-
-    Args:
-        found: the examples.
-        name_of: returns what to call an example, given its place, in a message.
-        collate_fn: of the task.
-        has_weight: whether a `weight_fn` replaces the number of examples.
+    Examples that are None count as missing: a `collate_fn` may drop them. `name_of` returns what to
+    call an example, given its place, in a message. With `has_weight` the number of examples is not
+    checked, because a `weight_fn` replaces it.
 
     Raises:
         DataError: an example is missing, or has another structure or shape than the first.
@@ -82,10 +78,7 @@ def _description(example: Any) -> str:
 def num_rows(batch: Any) -> int:
     """Return the number of examples of a minibatch: the most common first dimension of its leaves.
 
-    The first of equally common ones decides.
-
-    Raises:
-        ConfigError: no leaf has rows.
+    The first of equally common ones decides. Raises ConfigError if no leaf has rows.
     """
     sizes = Counter(_sizes(batch, is_outermost=True))
     if not sizes:

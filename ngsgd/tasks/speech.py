@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
-from ngsgd.data.fetching.files import RemoteData
-from ngsgd.data.fetching.publishing import Offer
+from ngsgd.data.fetching.files import Offer, RemoteData
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.optim.layers.common import without_autocast
@@ -75,9 +74,7 @@ class SpeechTaskSpec:
         return EngineSettings.of(self.config)
 
     def task(self, device: torch.device | None = None) -> FrameClassification:
-        """Build the task; the device determines where the objective is computed, and
-        prefetching.
-        """
+        """Build the task; the device decides where the objective is computed, and prefetching."""
         if self.config.objective.kind == "ce":
             return FrameClassification(self.config, self.frames(), device, self.shards())
         if self.sequences is None:

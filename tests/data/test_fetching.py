@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from ngsgd.data.archives import archive_name
-from ngsgd.data.fetching.files import FetchedFiles, RemoteData, SharedFolder
+from ngsgd.data.fetching.files import FetchedFiles, RemoteData, SharedFolder, offer_of
 from ngsgd.data.fetching.node_cache import NodeCache
-from ngsgd.data.fetching.publishing import offer_of
 from ngsgd.data.fetching.source import FetchError, StoreSource, UnsoundFileError
 from ngsgd.data.reader import EgsReader
 from ngsgd.data.storage import write_arrays
@@ -31,6 +30,7 @@ from tests.tiers import HANGS_S
 from tests.toy import Run
 
 LARGE = 1 << 40
+silent = object
 
 
 class FolderSource:
@@ -67,10 +67,6 @@ def array_file(folder: Path, size: int, value: int) -> bytes:
     """The content of a file with an array of one value."""
     write_arrays(folder / "made", "features", (size,), [np.full(size, value, np.float32)], {})
     return (folder / "made").read_bytes()
-
-
-def silent() -> None:
-    pass
 
 
 @pytest.fixture
@@ -287,13 +283,7 @@ def test_unused_files_make_room_on_a_disk_with_less_space_than_the_limit(tmp_pat
     cache.fetch(digests[1], source, silent)
     assert cache.found(digests[0]) is None and real.f_bavail
     with pytest.raises(NodeCacheError):
-        cache.fetch(digests[0], FolderSource({digests[0]: large_file(folder)}), silent)
-
-
-def large_file(folder: Path) -> Path:
-    path = folder / "large"
-    path.write_bytes(b"z" * 5000)
-    return path
+        cache.fetch(digests[0], source_of(b"z" * 5000, folder=folder)[0], silent)
 
 
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path, folder: Path) -> None:
@@ -398,12 +388,16 @@ def test_progress_is_reported_while_another_process_fetches(tmp_path: Path, fold
 # Prefetching --------------------------------------------------------------------------------------
 
 
-def test_the_archive_of_the_next_job_is_there_before_it_starts(run: Run) -> None:
-    fetched, source = reader_of(run)
-    fetched.prefetch([2, 0])
+def wait_for_prefetch() -> None:
     for thread in threading.enumerate():
         if thread.name == "ngsgd-fetch":
             thread.join(HANGS_S)
+
+
+def test_the_archive_of_the_next_job_is_there_before_it_starts(run: Run) -> None:
+    fetched, source = reader_of(run)
+    fetched.prefetch([2, 0])
+    wait_for_prefetch()
     digests = [fetched.info.sha256[archive_name(number)] for number in (2, 0)]
     assert source.asked[1:] == digests
     minibatches(fetched, 2)
@@ -417,9 +411,7 @@ def test_a_prefetch_without_room_is_no_error(run: Run) -> None:
     next(batches)
     source.damage = lambda _: b""
     fetched.prefetch([1, 2])
-    for thread in threading.enumerate():
-        if thread.name == "ngsgd-fetch":
-            thread.join(HANGS_S)
+    wait_for_prefetch()
     assert len(list(batches)) > 0
 
 

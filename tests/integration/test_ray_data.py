@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ngsgd.config import ClusterConfig, DataConfig
-from ngsgd.data.fetching.files import RemoteData
-from ngsgd.data.fetching.publishing import Offer, publish
+from ngsgd.data.fetching.files import Offer, RemoteData, publish
 from ngsgd.data.fetching.source import FetchError
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ClusterError, DamagedArchiveError, NodeCacheError

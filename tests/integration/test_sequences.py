@@ -76,14 +76,6 @@ def test_a_model_exported_to_kaldi_and_imported_continues_training(service: Serv
     assert done.returncode == 0, done.stderr
 
 
-def test_streaming_gives_the_words_of_offline_decoding(service: Service, start: Path) -> None:
-    done = service.call(str(start), "--streaming", "--chunk-frames", "5", command="decode")
-    assert done.returncode == 0, done.stderr
-    found = json.loads((start / "decode" / "streaming.json").read_text())
-    assert found["num_same"] == found["num_utterances"] > 0
-    assert found["latency_ms"] == pytest.approx(10 * (5 + 5 - 1) + 12.5)
-
-
 def test_an_incompatible_initial_model_is_reported(service: Service, start: Path) -> None:
     done = service.call("objective=mmi", "cluster=in_process", "name=none")
     assert done.returncode == 2 and "init_model=RUN" in done.stderr

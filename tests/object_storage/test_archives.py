@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
 
+from ngsgd.data.fetching.files import publish
 from ngsgd.data.fetching.node_cache import NodeCache
-from ngsgd.data.fetching.publishing import publish
 from ngsgd.data.fetching.source import PREFIX, StoreSource, UnsoundFileError
 from ngsgd.errors import DataError
 from ngsgd.object_storage.client import ObjectStore

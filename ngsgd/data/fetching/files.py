@@ -6,14 +6,18 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from ngsgd.counting import counted
 from ngsgd.data.fetching.node_cache import NodeCache, default_folder
-from ngsgd.data.fetching.source import FileSource, UnsoundFileError, is_sound
+from ngsgd.data.fetching.source import PREFIX, FileSource, UnsoundFileError, is_digest, is_sound
 from ngsgd.data.storage import ArrayFile
+from ngsgd.errors import DataError
+from ngsgd.files import sha256
+from ngsgd.object_storage.client import ObjectStore
 
 T = TypeVar("T")
 
@@ -98,13 +102,9 @@ class RemoteData:
 
 
 class FetchedFiles:
-    """Files of a folder that this node does not see, in the cache of the node.
+    """Files of a folder of the coordinator, copied from `source` to the cache of this node.
 
-    Args:
-        folder: the folder of the coordinator.
-        source: where the files are copied from.
-        cache: where they are copied to.
-        progress: called while bytes arrive.
+    `progress` is called while bytes arrive.
     """
 
     def __init__(self, folder: SharedFolder, source: FileSource, cache: NodeCache,
@@ -128,7 +128,13 @@ class FetchedFiles:
         return self.path(name, self.folder.roots[name])
 
     def path(self, name: str, digest: str) -> Path:
-        return self._used(name, digest, self._keep)
+        def keep(path: Path) -> Path:
+            if path.name not in self._kept:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._kept[path.name] = descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            return path
+        return self._used(name, digest, keep)
 
     def arrays(self, name: str, digest: str) -> ArrayFile:
         # the map keeps the lock, until it is freed
@@ -159,13 +165,6 @@ class FetchedFiles:
         raise UnsoundFileError(f"{self.folder.path}/{name} could not be fetched to {os.uname().nodename}: {reason}. If the file of "
                                f"the coordinator is damaged, remove {self.folder.path} there and run again.")
 
-    def _keep(self, path: Path) -> Path:
-        if path.name not in self._kept:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._kept[path.name] = descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return path
-
 
 class _Background:
     """A thread that fetches the files of the newest request, one after another."""
@@ -193,3 +192,64 @@ class _Background:
             # the job that needs the file fetches it again, and reports the error
             with contextlib.suppress(Exception):
                 self._fetch(digest)
+
+
+# Publishing ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A folder that workers can fetch, and the path of each of its files by SHA-256."""
+
+    folder: SharedFolder
+    paths: Mapping[str, Path]
+
+
+def offer_of(directory: Path, roots: Iterable[str], listed: Mapping[str, str]) -> Offer:
+    """Describe a folder of prepared data with an index, which gives the SHA-256 of `listed` files.
+
+    Raises DataError if a file of `roots` (the index, and files that it does not list) cannot be
+    read, or the index names a path or no SHA-256.
+    """
+    try:
+        digests = {name: sha256(directory / name) for name in roots}
+    except OSError as error:
+        raise DataError(f"{directory} cannot be read ({error}); remove it and run again.") from error
+    for name, digest in listed.items():
+        if Path(name).name != name or name.startswith(".") or not is_digest(digest):
+            raise DataError(f"the index of {directory} lists {name!r} with the checksum {digest!r}; remove {directory} and run "
+                            "again.")
+    paths = {digest: directory / name for name, digest in {**listed, **digests}.items()}
+    return Offer(SharedFolder(str(directory), digests), paths)
+
+
+def publish(offers: Iterable[Offer], store: ObjectStore, report: Callable[[str], object]) -> int:
+    """Write the files that a bucket does not have, each as an object named by its SHA-256.
+
+    Returns the number of objects that were written. Raises DataError if a file is damaged, and
+    ObjectStorageError if the bucket cannot be written.
+    """
+    paths = {digest: path for offer in offers for digest, path in offer.paths.items()}
+    there = store.sizes(PREFIX)
+    missing = {digest: path for digest, path in paths.items() if there.get(PREFIX + digest) != _size(path)}
+    if missing:
+        total = sum(map(_size, missing.values()))
+        report(f"writing {len(missing)} of {counted(len(paths), 'file')} of prepared data ({total / 1e6:.3g} MB) to "
+               f"{store.url}/{PREFIX}")
+    for digest, path in missing.items():
+        if not is_sound(path, digest):
+            raise DataError(f"{path} is missing or does not match its checksum; remove {path.parent} and run again.")
+        if PREFIX + digest in there:
+            # it is incomplete, because its name is not its content
+            store.upload(PREFIX + digest, path)
+        else:
+            store.upload_new(PREFIX + digest, path)
+    return len(missing)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        # publishing reports it as missing
+        return -1

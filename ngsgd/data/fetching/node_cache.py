@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from ngsgd.data.fetching.source import FileSource, UnsoundFileError, checked_digest, note_sound
 from ngsgd.errors import NodeCacheError
@@ -34,11 +33,9 @@ def default_folder() -> Path:
 
 
 class NodeCache:
-    """Files by SHA-256, of at most `max_bytes` bytes together.
+    """Files by SHA-256, of at most `max_bytes` bytes together, in a folder for this user only.
 
-    Args:
-        folder: folder of the cache, which is created with access for this user only.
-        max_bytes: limit. The least recently used files are removed, but none that is in use.
+    The least recently used files are removed, but none that is in use.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -63,10 +60,7 @@ class NodeCache:
     def fetch(self, digest: str, source: FileSource, progress: Callable[[], object]) -> Path:
         """Return the path of a file, which is copied from the source unless it is here.
 
-        Args:
-            digest: SHA-256 of the content.
-            source: where it is copied from.
-            progress: called while bytes arrive, here or in another process of the node.
+        `progress` is called while bytes arrive, here or in another process of the node.
 
         Raises:
             UnsoundFileError: the source does not have it, or it arrived damaged.
@@ -81,13 +75,20 @@ class NodeCache:
             while not final.exists():
                 with _claimed(part) as descriptor:
                     if descriptor is None:
-                        _wait_for(part, progress)
+                        # the progress of the other process counts as that of this one
+                        before = _changed(part)
+                        time.sleep(_POLL_S)
+                        if _changed(part) != before:
+                            progress()
                     elif not final.exists():
                         self._copy(descriptor, digest, source, progress)
                         part.rename(final)
                         note_sound(final)
         except OSError as error:
-            self._fail(error)
+            what = "is full" if error.errno in _FULL else f"could not be written ({error.strerror or error})"
+            raise NodeCacheError(f"the disk of {self.folder}, the cache of prepared data on {os.uname().nodename}, {what}; free "
+                                 "disk space, or set XDG_CACHE_HOME to a folder on another disk before Ray starts "
+                                 "there.") from error
         return final
 
     def _copy(self, descriptor: int, digest: str, source: FileSource, progress: Callable[[], object]) -> None:
@@ -112,13 +113,23 @@ class NodeCache:
             raise NodeCacheError(f"a file of the prepared data has {size / 1e9:.3g} GB, and the cache {self.folder} on "
                                  f"{os.uname().nodename} is limited to {self.max_bytes / 1e9:.3g} GB; raise data.node_cache_gb.")
         # one process at a time, or two would count on the same bytes
-        with _lock_of(self.folder / _LOCK):
+        lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             self._make_room(size)
             if size:
                 os.posix_fallocate(descriptor, 0, size)
+        finally:
+            os.close(lock)
 
     def _make_room(self, size: int) -> None:
-        files = sorted(self._files(), key=lambda one: one[1].st_atime_ns)
+        files: list[tuple[Path, os.stat_result]] = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and path.name != _LOCK:
+                    files.append((path, status))
+        files.sort(key=lambda one: one[1].st_atime_ns)
         used = sum(status.st_size for _, status in files)
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
@@ -134,19 +145,6 @@ class NodeCache:
             raise NodeCacheError(f"the cache {self.folder} on {os.uname().nodename} is limited to {self.max_bytes / 1e9:.3g} GB, "
                                  f"and files that workers use leave no room for one of {size / 1e9:.3g} GB; raise "
                                  "data.node_cache_gb, or run fewer workers on this node.")
-
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and entry.name != _LOCK:
-                        yield Path(entry.path), status
-
-    def _fail(self, error: OSError) -> NoReturn:
-        what = "is full" if error.errno in _FULL else f"could not be written ({error.strerror or error})"
-        raise NodeCacheError(f"the disk of {self.folder}, the cache of prepared data on {os.uname().nodename}, {what}; free disk "
-                             "space, or set XDG_CACHE_HOME to a folder on another disk before Ray starts there.") from error
 
 
 def _filled(descriptor: int, parts: Iterator[bytes], size: int, progress: Callable[[], object]) -> bool:
@@ -168,18 +166,13 @@ def _claimed(part: Path) -> Iterator[int | None]:
     """Provide a file to write, locked; None while another process writes it."""
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        is_mine = False
         # the process that held the lock may have renamed or removed the file meanwhile
-        yield descriptor if _locks(descriptor) and _is_same(descriptor, part) else None
+        with contextlib.suppress(FileNotFoundError):
+            is_mine = _locks(descriptor) and os.path.samestat(os.fstat(descriptor), part.stat())
+        yield descriptor if is_mine else None
     finally:
         os.close(descriptor)
-
-
-def _wait_for(part: Path, progress: Callable[[], object]) -> None:
-    """Wait a moment for another process; its progress counts as that of this one."""
-    before = _changed(part)
-    time.sleep(_POLL_S)
-    if _changed(part) != before:
-        progress()
 
 
 def _changed(path: Path) -> int:
@@ -197,14 +190,6 @@ def _locks(descriptor: int) -> bool:
     return True
 
 
-def _is_same(descriptor: int, path: Path) -> bool:
-    try:
-        here, there = os.fstat(descriptor), path.stat()
-    except FileNotFoundError:
-        return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
 def _removed(path: Path) -> bool:
     """Remove a file that no process uses; False if one does."""
     try:
@@ -216,15 +201,5 @@ def _removed(path: Path) -> bool:
             return False
         path.unlink(missing_ok=True)
         return True
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _lock_of(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(descriptor)

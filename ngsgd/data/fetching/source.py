@@ -51,7 +51,7 @@ class FileSource(Protocol):
 
 
 class StoreSource:
-    """Objects below a URL that `ngsgd.data.fetching.publishing` wrote."""
+    """Objects below a URL that `ngsgd.data.fetching.files` wrote."""
 
     def __init__(self, url: str, store: ObjectStore | None = None) -> None:
         self.url = url
@@ -96,11 +96,7 @@ def is_digest(text: object) -> bool:
 
 
 def checked_digest(digest: str) -> str:
-    """Return a SHA-256 that is part of a path or a key.
-
-    Raises:
-        UnsoundFileError: it is not 64 hexadecimal digits.
-    """
+    """Return a SHA-256 that is part of a path or a key; raises UnsoundFileError for other texts."""
     if not is_digest(digest):
         raise UnsoundFileError(f"the index contains the checksum {digest[:80]!r}, which is no SHA-256")
     return digest

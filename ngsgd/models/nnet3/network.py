@@ -74,70 +74,46 @@ def describe(model: nn.Module, config: ModelConfig, window: Window, *,
 
     Raises ConfigError, with the reason, if nnet3 has no such component.
     """
-    _require_exportable(config)
+    for what, is_used, reason in (
+            ("model._target_", bool(config._target_), "a custom module has layers that nnet3 does not support"),
+            ("model.num_subclasses", config.num_subclasses > 0,
+             "nnet3 has no component that sums sub-classes inside the logarithm"),
+            ("model.kind tdnnf", config.kind == "tdnnf", "bypass and factors of TDNN-F are not written yet"),
+            ("model.prior_scale_power", config.prior_scale_power != 0.0,
+             "fixed scales before the softmax are not written yet")):
+        if is_used:
+            raise ConfigError(f"{what} cannot be exported: {reason}; train without it.")
     state = {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
     is_tdnn = config.kind == "tdnn"
     whole = tuple(range(-window.left_context, window.right_context + 1))
-    offsets = list(config.layer_offsets()) if is_tdnn else [whole,
-                                                            *[(0,)] * (config.num_layers - 1)]
-    transform = _fixed(model, offsets[0]) if config.input_transform != "none" else None
-    if transform:
+    offsets = list(config.layer_offsets()) if is_tdnn else [whole, *[(0,)] * (config.num_layers - 1)]
+    transform = None
+    if config.input_transform != "none":
+        buffers = dict(model.named_buffers())
+        [prefix] = {name.rpartition(".")[0] for name in buffers if name.startswith("input_transform")}
+        transform = AffineParameters(buffers[f"{prefix}.weight"].cpu().numpy(), buffers[f"{prefix}.bias"].cpu().numpy(), offsets[0])
         offsets[0] = (0,)
-    layers = tuple(_layer(state, config, number, of_layer)
-                   for number, of_layer in enumerate(offsets, start=1))
+    layers = tuple(_layer(state, config, number, of_layer) for number, of_layer in enumerate(offsets, start=1))
     output = AffineParameters(state["output.weight"], state["output.bias"])
-    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax,
-                   window.side_dim)
+    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax, window.side_dim)
 
 
-def _require_exportable(config: ModelConfig) -> None:
-    reasons = {
-        "model._target_": (bool(config._target_), "a custom module has layers that nnet3 does not "
-                                                  "support"),
-        "model.num_subclasses": (config.num_subclasses > 0, "nnet3 has no component that sums "
-                                                            "sub-classes inside the logarithm"),
-        "model.kind tdnnf": (config.kind == "tdnnf",
-                             "bypass and factors of TDNN-F are not written yet"),
-        "model.prior_scale_power": (config.prior_scale_power != 0.0,
-                                    "fixed scales before the softmax are not written yet"),
-    }
-    for what, (is_used, reason) in reasons.items():
-        if is_used:
-            raise ConfigError(f"{what} cannot be exported: {reason}; train without it.")
-
-
-def _layer(state: Mapping[str, Any], config: ModelConfig, number: int,
-           offsets: tuple[int, ...]) -> Layer:
-    names = _names(config.kind, number, config.normalize)
-    affine = AffineParameters(state[f"{names.affine}.weight"], state[f"{names.affine}.bias"],
-                              offsets)
-    layer = Layer(affine, "pnorm" if config.kind == "pnorm" else "relu",
+def _layer(state: Mapping[str, Any], config: ModelConfig, number: int, offsets: tuple[int, ...]) -> Layer:
+    affine, norm = _names(config.kind, number, config.normalize)
+    layer = Layer(AffineParameters(state[f"{affine}.weight"], state[f"{affine}.bias"], offsets),
+                  "pnorm" if config.kind == "pnorm" else "relu",
                   config.pnorm_group if config.kind == "pnorm" else 1, config.normalize)
     if config.normalize == "renormalize":
         return layer
-    return replace(layer, mean=state[f"{names.norm}.running_mean"],
-                   variance=state[f"{names.norm}.running_var"],
-                   count=int(state[f"{names.norm}.num_batches_tracked"]))
+    return replace(layer, mean=state[f"{norm}.running_mean"], variance=state[f"{norm}.running_var"],
+                   count=int(state[f"{norm}.num_batches_tracked"]))
 
 
-@dataclass(frozen=True)
-class _Names:
-    affine: str
-    norm: str
-
-
-def _names(kind: str, number: int, normalize: str) -> _Names:
-    """Return the names of the modules of a hidden layer in the state dict."""
+def _names(kind: str, number: int, normalize: str) -> tuple[str, str]:
+    """Return the names of affine layer and normalization of a hidden layer in the state dict."""
     if kind == "tdnn":
-        return _Names(f"tdnn{number}.affine", f"tdnn{number}.rest.normalize")
-    return _Names(f"affine{number}", f"{normalize}{number}")
-
-
-def _fixed(model: nn.Module, offsets: tuple[int, ...]) -> AffineParameters:
-    buffers = dict(model.named_buffers())
-    [prefix] = {name.rpartition(".")[0] for name in buffers if name.startswith("input_transform")}
-    return AffineParameters(buffers[f"{prefix}.weight"].cpu().numpy(),
-                            buffers[f"{prefix}.bias"].cpu().numpy(), offsets)
+        return f"tdnn{number}.affine", f"tdnn{number}.rest.normalize"
+    return f"affine{number}", f"{normalize}{number}"
 
 
 # Import -------------------------------------------------------------------------------------------
@@ -162,16 +138,12 @@ def rebuild(network: Network) -> Rebuilt:
     config = _config_of(network)
     _check_fits(network)
     offsets = network.offsets()
-    window = Window(-sum(min(0, layer[0]) for layer in offsets),
-                    sum(max(0, layer[-1]) for layer in offsets), network.feature_dim,
+    window = Window(-sum(min(0, layer[0]) for layer in offsets), sum(max(0, layer[-1]) for layer in offsets), network.feature_dim,
                     network.side_dim)
-    num_classes = len(network.output.bias)
-    num_inputs = window.num_inputs
-    fixed = network.transform
+    num_classes, fixed = len(network.output.bias), network.transform
     transform = None if fixed is None else torch.from_numpy(np.column_stack([fixed.weight, fixed.bias]))
-    statistics = DataStatistics(input_transform=transform)
-    model = build_model(config, num_inputs, num_classes, seed=0, window=window,
-                        statistics=statistics)
+    model = build_model(config, window.num_inputs, num_classes, seed=0, window=window,
+                        statistics=DataStatistics(input_transform=transform))
     state = _state_of(network, config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if expected != {name: tuple(tensor.shape) for name, tensor in state.items()}:
@@ -193,8 +165,7 @@ def _check_fits(network: Network) -> None:
                             f"{number + 1} of the chain has {affine.weight.shape[1]} inputs, and "
                             f"{inputs} come from before; check that it is complete.")
         at = number - (1 if network.transform else 0)
-        size = len(affine.bias) // (network.layers[at].group if 0 <= at < len(network.layers)
-                                    else 1)
+        size = len(affine.bias) // (network.layers[at].group if 0 <= at < len(network.layers) else 1)
 
 
 def _config_of(network: Network) -> ModelConfig:
@@ -226,18 +197,12 @@ def _config_of(network: Network) -> ModelConfig:
 
 
 def _state_of(network: Network, config: ModelConfig) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-
-    def put(name: str, array: npt.NDArray[Any]) -> None:
-        state[name] = torch.from_numpy(np.array(array))
+    found: dict[str, npt.NDArray[Any]] = {}
     for number, layer in enumerate(network.layers, start=1):
-        names = _names(config.kind, number, config.normalize)
-        put(f"{names.affine}.weight", layer.affine.weight)
-        put(f"{names.affine}.bias", layer.affine.bias)
+        affine, norm = _names(config.kind, number, config.normalize)
+        found |= {f"{affine}.weight": layer.affine.weight, f"{affine}.bias": layer.affine.bias}
         if layer.normalize == "batchnorm":
-            put(f"{names.norm}.running_mean", layer.mean)
-            put(f"{names.norm}.running_var", layer.variance)
-            put(f"{names.norm}.num_batches_tracked", np.array(layer.count, np.int64))
-    put("output.weight", network.output.weight)
-    put("output.bias", network.output.bias)
-    return state
+            found |= {f"{norm}.running_mean": layer.mean, f"{norm}.running_var": layer.variance,
+                      f"{norm}.num_batches_tracked": np.array(layer.count, np.int64)}
+    found |= {"output.weight": network.output.weight, "output.bias": network.output.bias}
+    return {name: torch.from_numpy(np.array(array)) for name, array in found.items()}

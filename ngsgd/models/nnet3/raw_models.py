@@ -40,7 +40,7 @@ import numpy.typing as npt
 from ngsgd.config import OptimizerConfig
 from ngsgd.data.kaldi_objects import KaldiFormatError, Source, read_float_object, read_object
 from ngsgd.errors import DataError
-from ngsgd.models.nnet3.network import AffineParameters, Array, Layer, Network
+from ngsgd.models.nnet3.network import AffineParameters, Array, Network
 from ngsgd.models.nnet3.structure import EPSILON, Component, finite, network_of
 
 _INTEGERS = ("Dim", "InputDim", "OutputDim", "BlockDim", "RankIn", "RankOut", "UpdatePeriod", "TimePeriod")
@@ -177,20 +177,19 @@ class Updates:
 def to_text(network: Network, updates: Mapping[str, Updates] | None = None) -> str:
     """Write a raw model.
 
-    Its input nodes are "input" and, with i-vectors, "ivector"; its output node is "output".
-
-    Args:
-        network: the model.
-        updates: settings of affine layers by name in the model, such as "affine1" and "output";
-            others use the defaults.
+    Its input nodes are "input" and, with i-vectors, "ivector"; its output node is "output". Affine
+    layers that `updates` does not name ("affine1", "output") have the default settings.
     """
     nodes, components = [f"input-node name=input dim={network.feature_dim}"], []
     if network.side_dim:
         nodes.insert(0, f"input-node name=ivector dim={network.side_dim}")
     before = "input"
     for name, offsets, component in _components(network, updates or {}):
-        nodes.append(f"component-node name={name} component={name} input="
-                     f"{_descriptor(before, offsets, has_ivector=before == 'input' and network.side_dim > 0)}")
+        parts = [f"Offset({before}, {offset})" if offset else before for offset in offsets]
+        if before == "input" and network.side_dim:
+            parts.append(_IVECTOR)
+        descriptor = parts[0] if len(parts) == 1 else f"Append({', '.join(parts)})"
+        nodes.append(f"component-node name={name} component={name} input={descriptor}")
         components.append(f"<ComponentName> {name} {component}\n")
         before = name
     nodes.append(f"output-node name=output input={before} objective=linear")
@@ -220,7 +219,12 @@ def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tu
             yield f"{prefix}renorm{suffix}", (0,), _tagged("NormalizeComponent",
                                                            f"<InputDim> {dim} <TargetRms> 1 <AddLogStddev> F ")
         else:
-            yield f"{prefix}batchnorm{suffix}", (0,), _batchnorm(layer, dim)
+            # without test mode, so that nnet3-train uses minibatch statistics; nnet3-compute and the
+            # decoders set test mode themselves
+            yield f"{prefix}batchnorm{suffix}", (0,), _tagged(
+                "BatchNormComponent",
+                f"<Dim> {dim} <BlockDim> {dim} <Epsilon> {EPSILON:g} <TargetRms> 1 <TestMode> F <Count> {layer.count} "
+                f"<StatsMean> {vector_to_text(layer.mean)}<StatsVar> {vector_to_text(layer.variance)}")
     yield "output.affine", (0,), _affine(network.output, updates.get("output"))
     if network.has_softmax:
         yield "output.log-softmax", (0,), _nonlinear("LogSoftmaxComponent", len(network.output.bias))
@@ -258,23 +262,8 @@ def _nonlinear(kind: str, dim: int) -> str:
                    "<NumDimsSelfRepaired> 0 <NumDimsProcessed> 0 ")
 
 
-def _batchnorm(layer: Layer, dim: int) -> str:
-    """Write a batch normalization without test mode, so that nnet3-train uses minibatch statistics.
-
-    nnet3-compute and the decoders set test mode themselves.
-    """
-    return _tagged("BatchNormComponent",
-                   f"<Dim> {dim} <BlockDim> {dim} <Epsilon> {EPSILON:g} <TargetRms> 1 <TestMode> F <Count> {layer.count} "
-                   f"<StatsMean> {vector_to_text(layer.mean)}<StatsVar> {vector_to_text(layer.variance)}")
-
-
 def _tagged(kind: str, inside: str) -> str:
     return f"<{kind}> {inside}</{kind}> "
-
-
-def _descriptor(name: str, offsets: tuple[int, ...], *, has_ivector: bool) -> str:
-    parts = [f"Offset({name}, {offset})" if offset else name for offset in offsets] + ([_IVECTOR] if has_ivector else [])
-    return parts[0] if len(parts) == 1 else f"Append({', '.join(parts)})"
 
 
 def _number(value: np.floating | float) -> str:

@@ -28,8 +28,8 @@ _MOST_NUMBERS = 1 << 27
 def network_of(head: str, components: Iterable[Component]) -> Network:
     """Create a network from the lines of nodes and the components.
 
-    Raises:
-        DataError: a component or descriptor is unsupported, or they do not fit together.
+    Raises DataError for unsupported components and descriptors, and for those that do not fit
+    together.
     """
     chain, inputs = _chain(head)
     by_name = {component.name: component for component in components}
@@ -56,7 +56,6 @@ class Component:
         return f"The component {self.name} of the nnet3 model ({self.where})"
 
     def array(self, token: str) -> Array:
-        """Return an array."""
         try:
             found = self.values[token]
             return finite([row.split() for row in found.strip("\n").split("\n")] if isinstance(found, str) else found)
@@ -77,11 +76,9 @@ class Component:
         return found
 
     def vector(self, token: str) -> Array:
-        r"""Return a vector."""
         return self.array(token).reshape(-1)
 
     def word(self, token: str, default: str) -> str:
-        """Return a word."""
         found = self.values.get(token, default)
         return found if isinstance(found, str) else "an array"
 
@@ -123,7 +120,10 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
     nodes = {}
     for line in lines:
         if line[""] == "component-node":
-            nodes[line["name"]] = _node(line["name"], line["component"], line["input"].strip())
+            # an i-vector after the frames is a flag
+            whole = line["input"].strip()
+            rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", whole)
+            nodes[line["name"]] = _Node(line["name"], line["component"], *_spliced(rest), has_ivector=rest != whole)
         elif line[""] not in ("input-node", "output-node"):
             raise DataError(f"The nnet3 model has a {line['']}, which is not supported.")
     chain: list[_Node] = []
@@ -154,12 +154,6 @@ def _dim(line: dict[str, str]) -> int:
         raise DataError(f"Line {line['line']} of the nnet3 model gives the input {line['name']} the dim {text[:40]}, which is not "
                         "a number from 1 to 999999; export the model again.")
     return int(text)
-
-
-def _node(name: str, component: str, descriptor: str) -> _Node:
-    """Create a node, with a separate flag for an i-vector after the frames."""
-    rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", descriptor)
-    return _Node(name, component, *_spliced(rest), has_ivector=rest != descriptor)
 
 
 def _arguments(text: str) -> list[str]:
