@@ -74,7 +74,7 @@ class _StoreRef:
 
 @dataclass(kw_only=True)
 class WorkerSlot(Slot):
-    """One worker: its actor, and the refs of what it was asked."""
+    """One worker: its actor, and refs of its pending answers."""
 
     actor: Any
     # ref of its address, once it can take jobs

@@ -147,7 +147,7 @@ class SlotPool(ABC, Generic[S]):
 
     @abstractmethod
     def _process_events(self, timeout_s: float) -> None:
-        """Wait for an event of a process, and process what happened."""
+        """Wait for an event of a process, and process it."""
 
     @abstractmethod
     def _end(self, slot: S) -> tuple[Ending, bool]:

@@ -29,8 +29,8 @@ def describe(error: BaseException, signal_name: str = "") -> dict[str, Any]:
         signal_name: signal that requested the end, such as "SIGTERM"; empty if unknown.
 
     Returns:
-        "kind", "exit_code" and "message"; "errno" (such as "ENOSPC"), "signal", "scheduler", "archive",
-        "install" and "failure" (a `FailureKind`) where they apply.
+        "kind", "exit_code" and "message"; "errno" (such as "ENOSPC"), "signal", "scheduler",
+        "archive", "install" and "failure" (a `FailureKind`) where they apply.
     """
     about: dict[str, Any] = {
         "kind": type(error).__name__, "exit_code": getattr(error, "exit_code", EXIT_RUN_FAILED),
