@@ -203,22 +203,22 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
 
 
 def _on_disk(array: np.ndarray[Any, Any], path: Path) -> list[Any]:
-    """Arguments of `np.memmap` in another process: the mapped file, or a new one at `path`."""
+    """File, type, offset and shape for another process: the mapped file, or a new one at `path`."""
     # a slice of a map keeps the offset of the complete array
     is_part = isinstance(array.base, np.ndarray)
     if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous and not is_part:
-        return [str(array.filename), array.dtype.str, "r", array.offset, array.shape]
+        return [str(array.filename), array.dtype.str, array.offset, array.shape]
     with path.open("wb") as file:
         for block in mapped.blocks(array):
             file.write(np.ascontiguousarray(block).data.cast("B"))
-    return [str(path), array.dtype.str, "r", 0, array.shape]
+    return [str(path), array.dtype.str, 0, array.shape]
 
 
 def main() -> None:
     """Write the archives that standard input names."""
     arrays, numbers, targets = json.loads(sys.stdin.readline())
-    found: dict[str, Any] = {name: np.memmap(file, dtype, mode, offset, tuple(shape))
-                             for name, (file, dtype, mode, offset, shape) in arrays.items()}
+    found: dict[str, Any] = {name: np.memmap(file, dtype, "r", offset, tuple(shape))
+                             for name, (file, dtype, offset, shape) in arrays.items()}
     source = ExampleSource(**{"weight_T": None, **found}, **numbers)
     try:
         answer: dict[str, Any] = {"entries": [write_archive(source, begin, end, Path(path)) for path, begin, end in targets]}
