@@ -122,7 +122,7 @@ class FrameClassification(Task):
                 rows = [row for row, name in enumerate(ids) if name not in self._excluded]
                 # without utterances in quarantine, unless none would be left
                 if len(rows) not in (0, len(ids)):
-                    kept = type(minibatch)(*(None if part is None else part[torch.tensor(rows)] for part in minibatch))
+                    kept = type(kept)(*(None if part is None else part[torch.tensor(rows)] for part in minibatch))
             yield Batch(kept, len(kept.pdf_N))
 
     @property
