@@ -1,17 +1,12 @@
-"""Make the pictures of the report, of a comparison and of MLflow from real runs.
+"""Make the pictures of the report and of MLflow from real runs.
 
     python docs/report_pictures.py --report RUN
-    python docs/report_pictures.py --compare RUN RUN RUN RUN
     python docs/report_pictures.py --mlflow RUNS
-    python -m tools.pictures docs/report.png docs/compare.png docs/mlflow-run.png docs/mlflow-comparison.png
+    python -m tools.pictures docs/report.png docs/mlflow-run.png
 
 docs/report.png is the upper part of the page of `ngsgd report`, as Chromium shows it, and its
-figure. docs/compare.png is the picture of `ngsgd compare --png`. The commands print the figures
-that the text of docs/reports.md quotes.
-
-docs/mlflow-run.png and docs/mlflow-comparison.png are pages of `ngsgd ui` on a folder with two runs
-of `tracking.registered_model_name=digits schedule.num_epochs=0.4`, first `optimizer=ngsgd`, then
-`optimizer=sgd`.
+figure. docs/mlflow-run.png is a page of `ngsgd ui` on a folder with a run of
+`tracking.registered_model_name=digits`.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from PIL import Image
 
 DOCS = Path(__file__).resolve().parent
 REPORT_SIZE = (1000, 1190)
-MLFLOW_SIZES = {"mlflow-run": (915, 1100), "mlflow-comparison": (1000, 1000)}
+MLFLOW_SIZE = (915, 1100)
 # MLflow's menu on the left and its assistant on the right are not part of the pictures
 MENU, ASSISTANT_SHARE = 190, 0.26
 # all other sections would make the picture too long to read
@@ -42,7 +37,6 @@ def main() -> None:
     """Write the pictures that the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", metavar="RUN")
-    parser.add_argument("--compare", nargs="+", metavar="RUN")
     parser.add_argument("--mlflow", type=Path, metavar="RUNS")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -52,9 +46,6 @@ def main() -> None:
             text = page.read_text(encoding="utf-8")
             page.write_text(_shortened(text), encoding="utf-8")
             _screenshot(page.as_uri(), DOCS / "report.png", REPORT_SIZE)
-        if options.compare:
-            png = str(DOCS / "compare.png")
-            _ngsgd("compare", *options.compare, "-o", str(page), "--png", png)
     if options.mlflow:
         _mlflow(options.mlflow)
 
@@ -70,7 +61,7 @@ def _ngsgd(*words: str) -> None:
 
 
 def _mlflow(runs: Path) -> None:
-    """Pictures of the oldest run of a folder, and of its experiment."""
+    """Picture of the oldest run of a folder."""
     tracking = min(runs.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime)
     run = json.loads(tracking.read_text(encoding="utf-8"))
     with socket.socket() as probe:
@@ -84,12 +75,11 @@ def _mlflow(runs: Path) -> None:
         experiment = f"http://127.0.0.1:{port}/#/experiments/{run['experiment_id']}/runs"
         kind = "workflowType=machine_learning"
         _mlflow_page(f"{experiment}/{run['run_id']}?{kind}", "mlflow-run")
-        _mlflow_page(f"{experiment}?{kind}&compareRunsMode=CHART", "mlflow-comparison")
         server.terminate()
 
 
 def _mlflow_page(address: str, name: str) -> None:
-    width, height = MLFLOW_SIZES[name]
+    width, height = MLFLOW_SIZE
     target, window = DOCS / f"{name}.png", int((MENU + width) / (1 - ASSISTANT_SHARE))
     # the page loads its charts with several requests
     _screenshot(address, target, (window, height), "--virtual-time-budget=60000")

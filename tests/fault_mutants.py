@@ -2,8 +2,8 @@
 
 Each mutant is one change of the coordinator, the dispatcher, the checkpoint store, the ledger, the
 run lock or the resumption. In a copy of the package the change is made, and
-`tests.simulation` runs seeds until one fails. Mutants with a commit are bugs that an earlier version had,
-which that commit fixed. `--write PAGE` replaces the table in a page of the documentation.
+`tests.simulation` runs seeds until one fails. Mutants with a commit are bugs
+that this commit fixed. `--write PAGE` replaces the table in a page of the documentation.
 """
 
 from __future__ import annotations

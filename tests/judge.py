@@ -1,5 +1,6 @@
-"""What must hold for a run after faults: the judge of the fault simulation, of tests/chaos and of
-tests/fuzz. Each check returns or yields problems.
+"""The judge of a run after faults, for the fault simulation, tests/chaos and tests/fuzz.
+
+Each check returns or yields problems.
 """
 
 from __future__ import annotations

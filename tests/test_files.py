@@ -141,7 +141,7 @@ def test_an_index_of_another_format_is_refused(index: str) -> None:
 
 
 def test_every_index_is_written_and_read_with_its_format() -> None:
-    """Each name of `FORMATS` is in a call that writes and in one that reads; no call has another name."""
+    """Each name of `FORMATS` is in a call that writes and in one that reads."""
     found: dict[str, set[str]] = {"sealed": set(), "unsealed": set(), "require_format": set()}
     product = Path(files.__file__).parent
     for path in [*product.rglob("*.py"), *(product / "launcher").rglob("*.py")]:

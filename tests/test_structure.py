@@ -1,4 +1,4 @@
-"""Limits of the source tree: its size, its small helpers, and what modules know of one another."""
+"""Limits of the source tree: its size, its small helpers, and the use of private names."""
 
 from __future__ import annotations
 

@@ -21,12 +21,10 @@ RECORD = Path("docs/pictures.json")
 # pictures and the code whose output they show
 PICTURES = {
     "docs/report.png": "launcher/reports",
-    "docs/compare.png": "launcher/reports",
     "docs/curvature-optimisers.png": "benchmarks/damped_update.py",
     "docs/results-an4-relu.png": "benchmarks/paper/report.py",
     "docs/results-digits.png": "benchmarks/paper/report.py",
     "docs/mlflow-run.png": "launcher/mlflow",
-    "docs/mlflow-comparison.png": "launcher/mlflow",
 }
 
 

@@ -49,7 +49,7 @@ def build_checked(values: Mapping[str, Any],
         refused = [options.Problem((setting.path, *setting.switches), setting.sentence)
                    for setting in options.unused(config) if is_refused(setting, given)]
         found += [one for one in refused if not any(one.is_about(option) for other in wrong for option in other.options)]
-    # settings that are copies of a wrong one have no problem of their own
+    # settings that are copies of a wrong one are not reported again
     alone, settings = {one.options for one in found}, given.settings if given else ()
     copies = {(copy,) for copy, source in _COPIED.items() if (source,) in alone and copy not in settings}
     return config, [one.message for one in found if one.options not in copies]

@@ -101,7 +101,7 @@ def _fact(source: Source, name: str) -> str:
 
 
 def _errors(source: Source, name: str) -> WordErrors | None:
-    """Word errors of a set; None for a bundle that has others, since it may be untrusted."""
+    """Errors on a set; None where an untrusted bundle has something else."""
     try:
         return WordErrors.of_json(source.bundle.provenance["wer"][name])
     except (KeyError, TypeError, ValueError):

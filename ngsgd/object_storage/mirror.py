@@ -86,7 +86,7 @@ def _is_current(store: ObjectStore, folder: Path, wanted: dict[str, State], repo
 
 
 def clear_others(folder: Path, kept: str = "") -> None:
-    """Remove the content of the folders beside this one, but `kept`, that no process has locked."""
+    """Remove the content of the other folders, except `kept`, that no process has locked."""
     for other in filter(Path.is_dir, folder.parent.iterdir()):
         if other not in (folder, folder.parent / kept, *_held) and (descriptor := locked(other)) is not None:
             for path in other.iterdir():

@@ -247,7 +247,7 @@ def _from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
 class Tracker(Protocol):
     """Receives records; must return without delay and must not raise.
 
-    A subclass implements what it needs.
+    A subclass implements the methods that it needs.
     """
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:

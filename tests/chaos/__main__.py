@@ -2,8 +2,8 @@
 
     python -m tests.chaos [--only WORD] [--write FILE]
 
-`--write` puts the table between the two marks of a file, such as benchmarks/fault-matrix.md. Ends with
-code 1 if a case failed.
+`--write` puts the table between the two marks of a file, such as
+benchmarks/fault-matrix.md. Ends with code 1 if a case failed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Requirements of fault tolerance beyond the matrix; benchmarks/fault-matrix.md maps requirements to
-tests.
+"""Requirements of fault tolerance beyond the matrix.
+
+benchmarks/fault-matrix.md maps requirements to tests.
 """
 
 from __future__ import annotations

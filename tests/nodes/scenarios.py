@@ -1,8 +1,9 @@
 """Training over several machines made of namespaces: cut cables, killed nodes, a slow network. Run
 it with `make nodes`.
 
-Every run must end with the bits of one process. Prints the measurements, as benchmarks/multi-node.md has
-it; ends with 1 when a scenario fails and with 2 when no nodes can be made here.
+Every run must end with the bits of one process. Prints the measurements, as
+benchmarks/multi-node.md has it; ends with 1 when a scenario fails and with 2 when no nodes can be
+made here.
 """
 
 from __future__ import annotations

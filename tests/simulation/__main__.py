@@ -1,4 +1,4 @@
-"""The production code of small runs under simulated faults, seed by seed (docs/fault-simulation.md).
+"""The production code of small runs under simulated faults, seed by seed (docs/fault-tests.md).
 
     python -m tests.simulation --seeds 1000                  exit code 1 if a seed fails
     python -m tests.simulation --seconds 60 --processes 2 --until-failure
