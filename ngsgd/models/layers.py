@@ -42,7 +42,7 @@ class DataStatistics:
 
 
 class _PNorm(torch.autograd.Function):
-    """y and dy/dx, which is bitwise identical with and without a graph for the second derivative."""
+    """y and dy/dx, bitwise identical with and without a graph for the second derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:

@@ -170,12 +170,12 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
     """Compute the input transform (C.6 of arXiv 1410.7455), K x (D + 1) with the offset last.
 
     It decorrelates the input and down-weights non-discriminative dimensions: an LDA that keeps all
-    dimensions by default, with a mild floor instead of full whitening; Kaldi's nnet2/get-feature-
-    transform.cc. The sign of each row is arbitrary.
+    dimensions by default, with a mild floor instead of full whitening; Kaldi's
+    nnet2/get-feature-transform.cc. The sign of each row is arbitrary.
 
-    With the total covariance T, the between-class one B, W = T - B = L L^T and the eigenvalues l of
-    L^-1 B L^-T = U diag(l) U^T, descending, row i of U^T L^-1 is scaled by sqrt((f + l_i) / (1 +
-    l_i)). f is `within_class_factor`. Singular values are limited (0: not), and `dim` rows are kept
+    W is T - B, the total covariance without the between-class one. With W = L L^T and the
+    eigenvalues l of L^-1 B L^-T = U diag(l) U^T, descending, row i of U^T L^-1 is scaled by
+    sqrt((f + l_i) / (1 + l_i)). f is `within_class_factor`. Singular values are limited (0: not), and `dim` rows are kept
     (0: all). Raises DataError if W is singular.
     """
     try:

@@ -1,7 +1,7 @@
 """N-gram models of states and of units (phones): denominators of lattice-free MMI.
 
-Tokens of `state_ngram` are classes with their repetitions merged; durations of classes have separate geometric
-distributions. Counts are not smoothed, as in Kaldi's chain-est-phone-lm up to its no-prune order.
+Tokens of `state_ngram` are classes with their repetitions merged; durations of classes have
+separate geometric distributions. Counts are not smoothed, as in Kaldi's chain-est-phone-lm up to its no-prune order.
 Unseen n-grams have no arc, and the leaky HMM lets paths jump (Povey et al. 2016, section 2). If a
 phone has three states, an order of 1 + 3 k covers k phones.
 

@@ -219,8 +219,8 @@ def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tu
             yield f"{prefix}renorm{suffix}", (0,), _tagged("NormalizeComponent",
                                                            f"<InputDim> {dim} <TargetRms> 1 <AddLogStddev> F ")
         else:
-            # without test mode, so that nnet3-train uses minibatch statistics; nnet3-compute and the
-            # decoders set test mode themselves
+            # without test mode, so that nnet3-train uses minibatch statistics; nnet3-compute and
+            # the decoders set test mode themselves
             yield f"{prefix}batchnorm{suffix}", (0,), _tagged(
                 "BatchNormComponent",
                 f"<Dim> {dim} <BlockDim> {dim} <Epsilon> {EPSILON:g} <TargetRms> 1 <TestMode> F <Count> {layer.count} "
