@@ -175,8 +175,8 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
     """Compute the input transform (C.6 of arXiv 1410.7455), K x (D + 1) with the offset last.
 
     It decorrelates the input and down-weights non-discriminative dimensions: an LDA that keeps all
-    dimensions by default, with a mild floor instead of full whitening; Kaldi's nnet2/get-feature-
-    transform.cc. The sign of each row is arbitrary.
+    dimensions by default, with a mild floor instead of full whitening; Kaldi's
+    nnet2/get-feature-transform.cc. The sign of each row is arbitrary.
 
     T is the total covariance, B the between-class one, and W = T - B = L L^T. The eigenvalues l of
     L^-1 B L^-T = U diag(l) U^T descend. Row i of U^T L^-1 is scaled by

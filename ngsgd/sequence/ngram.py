@@ -3,8 +3,7 @@
 Tokens of `state_ngram` are classes with their repetitions merged; durations of classes have
 separate geometric distributions. Counts are not smoothed, as in Kaldi's chain-est-phone-lm up to
 its no-prune order. Unseen n-grams have no arc, and the leaky HMM lets paths jump (Povey et al.
-2016, section 2). If a
-phone has three states, an order of 1 + 3 k covers k phones.
+2016, section 2). If a phone has three states, an order of 1 + 3 k covers k phones.
 
 `unit_ngram` is an n-gram of units with HMM states, as in Kaldi's chain. A unit is left by any of
 its states, entered in any of them, and never steps back. These probabilities are relative
