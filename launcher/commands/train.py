@@ -34,7 +34,7 @@ from ngsgd.training.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.run import Run
-    from ngsgd.pipeline.verification import Request
+    from ngsgd.runs.verification import Request
     from ngsgd.training.verification.repetition import Verification
 
 

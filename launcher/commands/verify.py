@@ -30,7 +30,7 @@ def command(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     run = find_run(options.run, to_write=True)
     from ngsgd.launcher.commands import train as service
-    from ngsgd.pipeline.verification import Request
+    from ngsgd.runs.verification import Request
     from ngsgd.training.verification.repetition import Sample
 
     is_quiet = options.quiet or options.json

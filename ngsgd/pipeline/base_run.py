@@ -25,9 +25,9 @@ from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInt
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.services import PoolRequest, Services
-from ngsgd.pipeline.verification import Request, verify_run
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder, resume_command
+from ngsgd.runs.verification import Request, verify_run
 from ngsgd.schedules import Schedule
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates

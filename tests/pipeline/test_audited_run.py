@@ -13,7 +13,7 @@ from ngsgd.errors import AuditError
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.pipeline.services import PoolRequest, Services
-from ngsgd.pipeline.verification import Request
+from ngsgd.runs.verification import Request
 from ngsgd.training.verification.repetition import Sample
 from ngsgd.training.worker_pool import WorkerPool
 from tests.tasks import blobs

@@ -17,7 +17,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskRun
-from ngsgd.pipeline.verification import Request
+from ngsgd.runs.verification import Request
 from ngsgd.training.verification.repetition import Check, Sample
 from tests.tasks import blobs
 
