@@ -54,13 +54,18 @@ def _scale_start(model: nn.Module, config: ModelConfig) -> None:
             parameter.mul_(scale)
 
 
+def needs_statistics(config: ModelConfig) -> bool:
+    """Return whether the model needs statistics of the training examples."""
+    return config.input_transform != "none" or config.num_subclasses > 0 or config.prior_scale_power != 0.0
+
+
 def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | None:
     """Return the statistics, or None if the model needs none.
 
     They are read from the file next to the archives, or computed and stored there. The coordinator
     does this before any worker starts, so that all use identical values.
     """
-    if config.input_transform == "none" and not config.num_subclasses and not config.prior_scale_power:
+    if not needs_statistics(config):
         return None
     # all settings that affect the numbers; the examples belong to the directory
     wanted: list[object] = [_FORMAT, config.input_transform]
