@@ -50,7 +50,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "left_s": last.get("left_s"),
         "wer": str(errors) if errors else None, "wer_percent": errors.wer if errors else None,
         "fingerprint": _fingerprint(folder),
-        "error": error and {name: error[name] for name in ("exit_code", "message")},
+        "error": {name: error[name] for name in ("exit_code", "message")} if error else None,
         "resume": resume_command(task, run_dir),
         "is_finished": bool(end), "examples": _examples_of(folder),
         "num_incidents": log.num_incidents, "incidents": log.incidents[::-1],

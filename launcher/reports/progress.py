@@ -49,7 +49,7 @@ class ProgressTracker:
                  output_dir: Path | str | None = None, is_speech: bool = True) -> None:
         self._quiet = quiet
         self._is_speech = is_speech
-        self._screen = Screen(stream) if stream else SCREEN
+        self.screen = Screen(stream) if stream else SCREEN
         self._output_dir = output_dir
         self._last: OuterIterationRecord | None = None
 
@@ -58,29 +58,29 @@ class ProgressTracker:
         if self._quiet:
             return
         if isinstance(message, Phase):
-            self._screen.phase(message)
+            self.screen.phase(message)
         else:
-            self._screen.line(message)
+            self.screen.line(message)
 
     def warn(self, message: str) -> None:
         """Show a line even if quiet."""
-        self._screen.line(f"! {message}", "yellow")
+        self.screen.line(f"! {message}", "yellow")
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
         """Show the line of an evaluation, and the status until the next one."""
         if self._quiet:
             return
         # the status takes the place of the phase that ends
-        self._screen.status(self._status(record))
+        self.screen.status(self._status(record))
         if self._last is None:
             for line in LEGEND if self._is_speech else TASK_LEGEND:
-                self._screen.line(line, "dim")
+                self.screen.line(line, "dim")
         self._last = record
-        self._screen.line(self.iteration_line(record))
+        self.screen.line(self.iteration_line(record))
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
         """The permanent line of an outer iteration."""
-        return iteration_line(record, width=self._screen.width, is_speech=self._is_speech)
+        return iteration_line(record, width=self.screen.width, is_speech=self._is_speech)
 
     def incident(self, incident: Incident) -> None:
         """Show an incident, such as the death of a worker."""
@@ -88,16 +88,16 @@ class ProgressTracker:
 
     def finished(self, report: FinalReport) -> None:
         """Show the result."""
-        self._screen.close()
-        self._screen.rule(Path(report.files.get("run folder", "")).name)
+        self.screen.close()
+        self.screen.rule(Path(report.files.get("run folder", "")).name)
         for line in final_lines(report, self._output_dir):
             # as one line each, so that a command can be copied
-            self._screen.line(line, wraps=False)
-        self._screen.rule()
+            self.screen.line(line, wraps=False)
+        self.screen.rule()
 
     def close(self, status: str) -> None:
         """Give the terminal back."""
-        self._screen.close()
+        self.screen.close()
 
     def _status(self, record: OuterIterationRecord) -> Status:
         per_s = frames_per_second(record, self._last)

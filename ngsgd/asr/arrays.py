@@ -11,21 +11,25 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from ngsgd.files import DIGEST, FORMAT, FORMATS, digest_of_arrays, new_file, read_regular_bytes, require_format
+from ngsgd.files import FORMAT, FORMATS, digest_of_arrays, new_file, read_regular_bytes, require_format
 
 _MAX_BYTES = 1 << 34
 
 
 def write(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write the arrays, with their digest in the header."""
+    """Write the arrays, with the number of the format and their digest in the header."""
+    # one entry: safetensors writes several in random order, and equal arrays give equal files
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()},
-                   {FORMAT: str(FORMATS["arrays"]), DIGEST: digest_of_arrays(arrays)})
+                   {FORMAT: f"{FORMATS['arrays']} {digest_of_arrays(arrays)}"})
     with new_file(path) as temporary:
         temporary.write_bytes(content)
 
 
 def read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of a file that `write` wrote.
+    """Read the arrays of a file.
+
+    Args:
+        path: file that `write` wrote.
 
     Raises:
         OSError: the file cannot be read.
@@ -34,10 +38,10 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         arrays: dict[str, npt.NDArray[Any]] = load(read_regular_bytes(path, _MAX_BYTES))
         with safe_open(path, framework="np") as file:
-            header = file.metadata() or {}
+            number, _, expected = (file.metadata() or {}).get(FORMAT, "").partition(" ")
     except SafetensorError as error:
         raise ValueError(str(error)) from error
-    require_format("arrays", {FORMAT: int(number) if (number := header.get(FORMAT, "")).isdecimal() else None})
-    if header.get(DIGEST) != digest_of_arrays(arrays):
+    require_format("arrays", {FORMAT: int(number) if number.isdecimal() else None})
+    if expected != digest_of_arrays(arrays):
         raise ValueError("it does not match its digest")
     return arrays

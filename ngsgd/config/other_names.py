@@ -46,7 +46,7 @@ def instead_of(word: str, value: str = "", write: Callable[[str, str], str] = _u
 
     `write` returns KEY=VALUE with the quotes that a command line needs, or KEY alone.
 
-    >>> instead_of("trainer.optimization.minibatch-size", "512")
+    >>> instead_of("trainer.batch-size", "512")
     'schedule.minibatch_size=512'
     """
     name = word.lower().lstrip("-+").replace("-", "_").rpartition(".")[2]

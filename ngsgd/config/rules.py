@@ -62,18 +62,13 @@ def check_values(config: RunConfig) -> list[str]:
     return [problem.message for problem in _problems_of_values(config)]
 
 
-def _problems_of_values(config: Any) -> Iterator[Problem]:
-    for section, path, spec in _options(config, ""):
-        yield from _check_value(section, path, spec)
-
-
-def _options(section: Any, prefix: str) -> Iterator[tuple[Any, str, Field[Any]]]:
+def _problems_of_values(section: Any, prefix: str = "") -> Iterator[Problem]:
     for spec in fields(section):
         value = getattr(section, spec.name)
         if is_dataclass(value):
-            yield from _options(value, f"{prefix}{spec.name}.")
+            yield from _problems_of_values(value, f"{prefix}{spec.name}.")
         else:
-            yield section, f"{prefix}{spec.name}", spec
+            yield from _check_value(section, f"{prefix}{spec.name}", spec)
 
 
 def _check_value(section: Any, path: str, spec: Field[Any]) -> Iterator[Problem]:
@@ -106,8 +101,7 @@ def _name(c: RunConfig) -> Iterator[Problem]:
     has_separator = any(letter in c.name for letter in "/\\")
     if not c.name.isprintable() or has_separator or c.name[0] in ".- " or c.name[-1] == " ":
         yield Problem(("name",), f"name is {c.name!r} and becomes part of a folder's name; remove / and \\, "
-               "characters that cannot be printed, and . - or a space at its beginning. "
-               "output_dir=PATH sets another folder.")
+               "characters that cannot be printed, and . - or a space at its beginning. output_dir=PATH sets another folder.")
     elif len(c.name.encode()) > _MAX_NAME_BYTES:
         yield Problem(("name",), f"name has {len(c.name.encode())} bytes; give at most {_MAX_NAME_BYTES}.")
 
@@ -172,8 +166,7 @@ def _features(c: RunConfig) -> Iterator[Problem]:
     if features.cmvn == "given" and (features.kind != "given" or corpus != "kaldi"):
         yield Problem(("features.cmvn", "features.kind", "data.corpus"),
                        f"features.cmvn is given with features.kind {features.kind} and data.corpus "
-               f"{corpus}; cmvn.scp is a file of Kaldi data directories with feats.scp "
-               "(recipe=kaldi features.kind=given).")
+               f"{corpus}; cmvn.scp is a file of Kaldi data directories with feats.scp (recipe=kaldi features.kind=given).")
     if features.kind == "mfcc" and features.num_ceps > features.num_mel_bins:
         yield Problem(("features.num_ceps", "features.num_mel_bins", "features.kind"),
                        f"features.num_ceps is {features.num_ceps}; it can be at most "
@@ -190,10 +183,10 @@ def _language_model(c: RunConfig) -> Iterator[Problem]:
         yield Problem(("data.num_leaves", "data.graph"),
                        f"data.num_leaves is {c.data.num_leaves}, and data.graph={c.data.graph} has its own "
                "states; remove one of the two.")
-    if c.data.num_leaves and c.decode.graph == "given":
-        yield Problem(("decode.graph", "data.num_leaves"),
-                       "decode.graph is given, and data.num_leaves needs a graph made of the lexicon; "
-               "remove decode.graph or data.num_leaves.")
+    for name in ("num_leaves", "lm_order"):
+        if getattr(c.data, name) and c.decode.graph == "given":
+            yield Problem(("decode.graph", f"data.{name}"), f"decode.graph is given, and data.{name} needs a graph made of the "
+                          f"lexicon; remove decode.graph or data.{name}.")
     if c.adaptation.lda_dim and c.ivectors.dim:
         yield Problem(("adaptation.lda_dim", "ivectors.dim"),
                        "adaptation.lda_dim and ivectors.dim are both set; i-vectors are not made of adapted "
@@ -202,18 +195,13 @@ def _language_model(c: RunConfig) -> Iterator[Problem]:
         yield Problem(("adaptation.lda_dim", "data.graph"),
                        f"adaptation.lda_dim is {c.adaptation.lda_dim} with data.graph, whose silence states "
                "are not known; remove one of the two.")
-    if c.data.lm_order and c.decode.graph == "given":
-        yield Problem(("decode.graph", "data.lm_order"),
-                       "decode.graph is given, and data.lm_order estimates a language model for a graph "
-               "made of the lexicon; remove decode.graph or data.lm_order.")
 
 
 def _held_out(c: RunConfig) -> Iterator[Problem]:
     if (c.data.split == "loo") != bool(c.data.held_out):
         yield Problem(("data.split", "data.held_out"),
                        f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, "
-               "and only that, needs the speaker of the test set: data.split=loo "
-               "data.held_out=theo.")
+               "and only that, needs the speaker of the test set: data.split=loo data.held_out=theo.")
 
 
 def _architecture(c: RunConfig) -> Iterator[Problem]:
@@ -242,8 +230,7 @@ def _tdnn(c: RunConfig) -> Iterator[Problem]:
     except ValueError:
         yield Problem(("model.tdnn_offsets", "model.kind"),
                        f"model.tdnn_offsets is {c.model.tdnn_offsets!r}; write rising frame offsets with "
-               "commas between them, and a space between two layers, such as "
-               "'-2,-1,0,1,2 -1,1'.")
+               "commas between them, and a space between two layers, such as '-2,-1,0,1,2 -1,1'.")
         return
     left = -sum(min(0, layer[0]) for layer in layers)
     right = sum(max(0, layer[-1]) for layer in layers)
@@ -264,8 +251,7 @@ def _growth(c: RunConfig) -> Iterator[Problem]:
     if changes and c.outer.jobs_keep_state:
         yield Problem((f"model.{changes[0]}", "outer.kind", "outer.overlap"),
                        f"model.{changes[0]} changes the model between outer iterations, but with {why} "
-               "jobs continue from their previous results; choose another outer optimizer, or "
-               "leave it 0.")
+               "jobs continue from their previous results; choose another outer optimizer, or leave it 0.")
     if changes and c.init_model:
         value = getattr(c.model, changes[-1])
         yield Problem(("init_model", f"model.{changes[-1]}"),
@@ -276,8 +262,7 @@ def _growth(c: RunConfig) -> Iterator[Problem]:
         if balancing != "none" and not c.outer.overlap:
             why = f"schedule.load_balancing {balancing}"
         yield Problem(("schedule.early_rules", "schedule.load_balancing", "outer.kind", "outer.overlap"),
-                       f"schedule.early_rules is kaldi with {why}, which needs every job's result; leave "
-               "it none.")
+                       f"schedule.early_rules is kaldi with {why}, which needs every job's result; leave it none.")
 
 
 def _optimizer(c: RunConfig) -> Iterator[Problem]:
@@ -357,8 +342,7 @@ def _outer(c: RunConfig) -> Iterator[Problem]:
                "after another; choose local or ray.")
     if c.outer.gain and not 1.0 <= c.outer.gain <= c.schedule.num_jobs_final:
         yield Problem(("outer.gain", "schedule.num_jobs_final"), f"outer.gain is {c.outer.gain}; it can be 1 (averaging) to "
-               f"schedule.num_jobs_final, {c.schedule.num_jobs_final}, or 0 for a good value in "
-               "between.")
+               f"schedule.num_jobs_final, {c.schedule.num_jobs_final}, or 0 for a good value in between.")
 
 
 def _cuda_graphs(c: RunConfig) -> Iterator[Problem]:
@@ -373,15 +357,11 @@ def _cuda_graphs(c: RunConfig) -> Iterator[Problem]:
                        f"cluster.cuda_graphs is on, but {reason}; set cluster.cuda_graphs=auto.")
 
 
-def _precision(c: RunConfig) -> Iterator[Problem]:
-    if c.cluster.precision == "tf32" and c.cluster.device == "cpu":
-        yield Problem(("cluster.precision", "cluster.device"),
-                       "cluster.precision is tf32, but cluster.device is cpu, which has no TF32; choose "
-               "float32 or bf16.")
-
-
 def _exchange(c: RunConfig) -> Iterator[Problem]:
     cluster = c.cluster
+    if cluster.precision == "tf32" and cluster.device == "cpu":
+        yield Problem(("cluster.precision", "cluster.device"),
+                       "cluster.precision is tf32, but cluster.device is cpu, which has no TF32; choose float32 or bf16.")
     possible = {"in_process": ("auto",),
                 "local": ("auto", "shared_memory", "collective")}.get(cluster.kind)
     if possible and cluster.exchange not in possible:
@@ -408,8 +388,7 @@ def _sites(c: RunConfig) -> Iterator[Problem]:
     if wrong or len(sites.jobs) < 2:
         yield Problem(("sites.jobs",),
                        f"sites.jobs is {dict(sites.jobs)!r}; give two or more sites, named with letters, digits "
-               "and -, and the number "
-               "of jobs of each, at least 1, such as {east: 4, west: 4}.")
+               "and -, and the number of jobs of each, at least 1, such as {east: 4, west: 4}.")
         return
     if sites.name not in sites.jobs:
         yield Problem(("sites.name", "sites.jobs"),
@@ -460,27 +439,23 @@ def _layers(c: RunConfig) -> Iterator[Problem]:
 
 
 def _is_number(value: Any) -> bool:
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _objective(c: RunConfig) -> Iterator[Problem]:
-    kind = c.objective.kind
-    if kind == "ce":
+    if (kind := c.objective.kind) == "ce":
         return
     if c.combination.kind != "none":
         yield Problem(("combination.kind", "objective.kind"),
                        f"combination.kind is {c.combination.kind}, which compares the cross-entropy of "
-               f"held-out frames, and objective.kind is {kind}; set combination.kind=none "
-               f"(objective={kind} does).")
+               f"held-out frames, and objective.kind is {kind}; set combination.kind=none (objective={kind} does).")
     if c.optimizer.preconditions:
         yield Problem(("optimizer.kind", "objective.kind"),
                        f"optimizer.kind is {c.optimizer.kind}, which needs the loss of single frames, and "
                f"objective.kind is {kind}; set optimizer=ngsgd or optimizer=sgd.")
     if c.augment.spec:
         yield Problem(("augment.spec", "objective.kind"),
-                       f"augment.spec masks windows of single frames, and objective.kind is {kind}; set "
-               "augment.spec=false.")
+                       f"augment.spec masks windows of single frames, and objective.kind is {kind}; set augment.spec=false.")
     if c.model.num_subclasses or c.model.add_layers_period:
         yield Problem(("objective.kind", "model.num_subclasses", "model.add_layers_period"),
                        f"objective.kind is {kind}, and the model changes during training; set "
@@ -513,13 +488,11 @@ def _store(c: RunConfig) -> Iterator[Problem]:
 def _tune(c: RunConfig) -> Iterator[Problem]:
     proxy = c.tune.proxy
     if proxy.steps % proxy.outer_iters:
-        yield Problem(("tune.proxy.steps", "tune.proxy.outer_iters"),
-                       f"tune.proxy.steps is {proxy.steps}, no multiple of tune.proxy.outer_iters, "
-               f"{proxy.outer_iters}; all averaging steps follow the same number of minibatches.")
+        yield Problem(("tune.proxy.steps", "tune.proxy.outer_iters"), f"tune.proxy.steps is {proxy.steps}, no multiple of "
+                      f"tune.proxy.outer_iters, {proxy.outer_iters}; all averaging steps follow the same number of minibatches.")
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _language_model, _held_out,
-    _architecture, _growth,
-    _optimizer, _groups, _snapshots, _dropout, _outer, _cuda_graphs, _precision, _exchange, _sites, _layers, _objective,
-    _store, _tune)
+    _architecture, _growth, _optimizer, _groups, _snapshots, _dropout, _outer, _cuda_graphs, _exchange, _sites, _layers,
+    _objective, _store, _tune)

@@ -282,8 +282,9 @@ def test_unused_files_make_room_on_a_disk_with_less_space_than_the_limit(tmp_pat
     monkeypatch.setattr("os.statvfs", lambda _: Nearly)
     cache.fetch(digests[1], source, silent)
     assert cache.found(digests[0]) is None and real.f_bavail
+    large, [digest] = source_of(b"z" * 5000, folder=folder)
     with pytest.raises(NodeCacheError):
-        cache.fetch(digests[0], source_of(b"z" * 5000, folder=folder)[0], silent)
+        cache.fetch(digest, large, silent)
 
 
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path, folder: Path) -> None:

@@ -127,7 +127,7 @@ class VirtualProgress(ProgressTracker):
     """The usual lines, with the virtual time instead of the remaining time."""
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
-        return iteration_line(record, width=self._screen.width, ending=f"at {duration(record.elapsed_s)}")
+        return iteration_line(record, width=self.screen.width, ending=f"at {duration(record.elapsed_s)}")
 
 
 @dataclass

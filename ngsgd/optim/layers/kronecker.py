@@ -34,7 +34,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         """Return (weight gradient O x I, bias gradient O or None), preconditioned on both sides."""
         dtype = X_NI.dtype
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
-        X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
+        X_NI, one_N, num_rows = self.counted(X_NI, dY_NO)
         loss_scale = self.context.loss_scale()
         # The limit needs rows; in half precision, a correction after the GEMM would come after
         # rounding.
@@ -79,7 +79,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         self.output_side.finish(outputs)
         return dYhat_NO, scale, None
 
-    def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
+    def counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Return (input rows, appended column, number of rows), without zero-derivative rows if
         requested.
         """

@@ -25,7 +25,7 @@ class ObservedLinear(KroneckerPreconditioner):
         dW_OI = dY_NO.T @ X_NI
         db_O = dY_NO.sum(dim=0) if self.has_bias else None
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
-        X_NI, _, num_rows = self._counted(X_NI, dY_NO)
+        X_NI, _, num_rows = self.counted(X_NI, dY_NO)
         self.input_side.observe(X_NI, num_rows=num_rows)
         self.output_side.observe(dY_NO, num_rows=num_rows, loss_scale=self.context.loss_scale())
         return dW_OI, db_O
