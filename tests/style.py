@@ -34,6 +34,7 @@ _PUBLIC_IN_PRACTICE = {"_replace", "_asdict", "_fields", "_make", "_value_", "_n
 
 # Private names that a test may use, and why
 ALLOWED_PRIVATE = {
+    "_receive": "a subclass acts between a worker's message and the pool's answer",
     "_fetch": "a subclass makes a worker's reply late or wrong, in the step that receives it",
     "_ask": "a subclass loses a request to a worker, in the step that sends it",
     "_train": "a worker of the test dies in the middle of a job",

@@ -19,7 +19,7 @@ _PRIVATE = re.compile(r"_[A-Za-z]\w*$")
 # of the standard library and of torch, without another name
 _PUBLIC_IN_PRACTICE = {"_replace", "_asdict", "_fields", "_make", "_value_", "_name_", "_exit", "_target_",
                        "_C", "_autograd", "_version", "_parameters", "_modules", "_buffers", "_world"}
-# modules whose classes complete the abstract pool of slots: what they share has no other user
+# modules whose classes complete the abstract pool of slots; nothing else uses its private names
 _SLOT_POOL = Path("ngsgd/cluster/slot_pool.py")
 _POOLS = {Path("ngsgd/cluster/process_pool.py"), Path("launcher/ray/pool.py")}
 
