@@ -23,7 +23,7 @@ import numpy as np
 from ngsgd.data.reader import Minibatch
 from ngsgd.launcher.config.compose import compose
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer
-from ngsgd.optim.outer_rules import make_rule
+from ngsgd.optim.outer.rules import make_rule
 from ngsgd.tasks.frame_scores import diagnose
 
 config = compose(["outer=median", "optimizer=sign"])
