@@ -48,6 +48,7 @@ class FailureKind(StrEnum):
     # Ray does not report how
     ENDED = "ended"
     NODE = "node"
+    HEAD = "Ray head"                        # of the cluster: none answers
 
 
 _OF_ACCESS = ("OSError", "ConnectionError", "ConnectionResetError", "TimeoutError", "BlockingIOError")

@@ -256,8 +256,9 @@ def clock(whose: str, skew_s: float) -> Finding:
                    "start chrony or ntpd on both" if far else "")
 
 
-def ports() -> Iterator[Finding]:
-    for port, purpose in ((5000, "ngsgd ui"), (8265, "Ray's dashboard")):
+def ports(*, with_dashboard: bool) -> Iterator[Finding]:
+    """Check ports of servers that are started later; a cluster that runs has its dashboard."""
+    for port, purpose in ((5000, "ngsgd ui"), *([(8265, "Ray's dashboard")] if with_dashboard else [])):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ngsgd.errors import ClusterError, ConfigError
+from ngsgd.errors import ClusterError, ConfigError, FailureKind
 from ngsgd.launcher.console import version
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def require_head(address: str) -> None:
     try:
         _limited(lambda: ask_server(host.strip("[]"), int(port)))
     except OSError as error:
-        raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.") from error
+        raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.",
+                           failure=FailureKind.HEAD) from error
 
 
 def require_dashboard(address: str) -> None:
@@ -219,7 +220,7 @@ class HeadWatch:
             self.is_lost = True
             atexit.register(_end)
             raise ClusterError(f"the head of the Ray cluster at {self.address} has been gone for "
-                               f"{self._clock() - self._seen:.0f} s; start a new cluster, then resume.")
+                               f"{self._clock() - self._seen:.0f} s; start a new cluster, then resume.", failure=FailureKind.HEAD)
 
 
 def _end() -> None:

@@ -67,6 +67,8 @@ _OF_WORKER: dict[str, Cause] = {
     FailureKind.ENDED: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process ended under Ray.", _LOOK),
     FailureKind.NODE: Cause("node", INFRASTRUCTURE, MAY_HELP, "A worker was lost with its machine or its Ray process.",
                             "check the machines (ray status)"),
+    FailureKind.HEAD: Cause("cluster", INFRASTRUCTURE, MAY_HELP, "No head of a Ray cluster answers.",
+                            "start it with ray start --head, and then the other machines", "{repeat}"),
     FailureKind.EXITED: Cause("worker", WORKLOAD, UNKNOWN, "A worker process exited by itself.", _LOOK),
     FailureKind.ACCESS: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker could not use a file or a connection.", _LOOK),
     FailureKind.EXCEPTION: Cause("code", WORKLOAD, UNKNOWN, "A job raised an exception.", _LOOK),

@@ -59,7 +59,8 @@ def examine(output_dir: str, num_workers: int, address: str = "",
         machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers),
         machine.memory, machine.gpus,
         machine.compiled, lambda: machine.storage(root),
-        lambda: machine.tracking(root, tracking_uri), machine.ports, machine.ray_traps]
+        lambda: machine.tracking(root, tracking_uri), lambda: machine.ports(with_dashboard=not address),
+        machine.ray_traps]
     if is_url(output_dir):
         checks.append(lambda: machine.object_storage(output_dir))
     if address:
