@@ -122,8 +122,8 @@ MUTANTS = [
                 "            place(temporary, final)"),
     # ledger, lock and resumption
     FaultMutant("attempt_not_in_ledger", LEDGER, "        self._write(\"submitted\", **_identity(job))", "        pass"),
-    FaultMutant("start_not_in_ledger", LEDGER, "        self._write(\"started\", after=after,",
-                "        (lambda *_, **__: None)(\"\", after=after,"),
+    FaultMutant("start_not_in_ledger", LEDGER, "        self._write(\"started\", format=FORMATS[\"ledger\"], after=after,",
+                "        (lambda *_, **__: None)(\"\", format=FORMATS[\"ledger\"], after=after,"),
     FaultMutant("ledger_not_synced", COORDINATOR, "        self.storage.ledger.sync()\n", ""),
     FaultMutant("same_fence_again", LOCK, "self.fence = 1 + max(", "self.fence = max("),
     FaultMutant("lock_not_released", LOCK, "            self._write({\"fence\": self.fence})\n        os.close(self._descriptor)",

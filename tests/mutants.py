@@ -114,7 +114,7 @@ MUTANTS = [
             W_RD=self.state.W_RD, projection=fisher_projection.project(X_ND, self.state.W_RD)).preconditioned()
         return Xhat_ND""",
            (ONE_CALL,)),
-    Mutant("gram_matrix_of_the_old_estimate", ONLINE, "self._state = state\n        self._gram_RR = None",
+    Mutant("gram_matrix_of_the_old_estimate", ONLINE, "self._state, self._gram_RR = state, None",
            "self._state = state",
            (f"{PROPERTIES}::test_the_gram_matrix_follows_every_change_of_the_estimate",)),
     # -------------------------------------------------------------- samples skipped by the estimate

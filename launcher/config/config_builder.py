@@ -8,8 +8,8 @@ from typing import Any
 
 from ngsgd import config as options
 from ngsgd.config import RunConfig
+from ngsgd.config.build import EXPECTED_WER
 from ngsgd.errors import ConfigError
-from ngsgd.pipeline.recipes import EXPECTED_WER
 
 # section -> the group that also chooses its kind
 _ALSO_SET_BY = {"combination": "objective"}

@@ -27,7 +27,7 @@ from ngsgd.data.examples import is_row
 from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.storage import ArrayFile, FormatError
-from ngsgd.errors import DamagedArchiveError, DataError
+from ngsgd.errors import DamagedArchiveError, DataError, NodeCacheError
 from ngsgd.files import read_json
 from ngsgd.schedules import Shard
 
@@ -165,6 +165,8 @@ class EgsReader:
         """Return the mapped arrays of an archive; see `ngsgd.data.examples.write_archive`."""
         try:
             return self._open(archive_name(archive))
+        except NodeCacheError:
+            raise
         except DataError as error:
             raise DamagedArchiveError(str(error), archive) from error
 

@@ -229,7 +229,7 @@ class BaseRun(ABC):
         # an outer iteration has no fewer jobs because the data is small
         if num_jobs >= 2 * schedule.num_passes:
             num_epochs = num_jobs / (schedule.num_archives * schedule.frames_per_eg)
-            self.services.warn(f"{num_jobs} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
+            self.services.warn(f"{counted(num_jobs, 'job')} train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
                                f"{schedule.num_epochs:g}: the data is too small for so many jobs; lower cluster.num_workers or "
                                "egs.samples_per_iter")
         try:

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig, build, problems_of, unused, with_kinds
-from ngsgd.config.build import defaults, leaves, merged
+from ngsgd.config.build import EXPECTED_WER, defaults, leaves, merged
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
-
-# of a recipe's file; no setting
-EXPECTED_WER = "expected_wer"
 
 
 def recipe(name: str, **settings: Any) -> RunConfig:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 for module in ("kaldi_decoder", "kaldi_native_fbank", "kaldialign", "onnxruntime", "onnxscript"):
     pytest.importorskip(module)
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 SMALL = {"hidden_dim": 32, "num_layers": 3}
 OFFSETS = {"tdnn_offsets": "-1,0,1 -1,1 -2,2"}

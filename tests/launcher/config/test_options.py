@@ -11,14 +11,14 @@ import yaml
 from omegaconf import OmegaConf
 
 from ngsgd.config import METHODS, OptimizerConfig, RunConfig, TaskConfig, choices_of, unused
-from ngsgd.config.build import build, flatten, leaves, plain, with_defaults
+from ngsgd.config.build import EXPECTED_WER, build, flatten, leaves, plain, with_defaults
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.train import train
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.pipeline import api
-from ngsgd.pipeline.recipes import EXPECTED_WER, recipe
+from ngsgd.pipeline.recipes import recipe
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:

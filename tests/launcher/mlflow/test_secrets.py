@@ -101,7 +101,7 @@ def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypat
     assert opened[-1] == URI  # the run itself still logs in
     assert [run["status"] for run in client.runs.values()] == ["FINISHED"]
     assert is_masked(client.params["tracking.uri"])
-    for words in (["report", "first", "--no-spectra"], ["compare", "first"], ["status"], ["status", "first", "--json"],
+    for words in (["report", "first"], ["compare", "first"], ["status"], ["status", "first", "--json"],
                   ["info", "first"], ["logs", "first"], ["train", "--debug", f"tracking.uri={URI}", f"nothing={URI}"],
                   ["doctor", "--tracking-uri", URI, "--output-dir", str(tmp_path)]):
         cli.main(words)
@@ -217,5 +217,5 @@ def test_report_escapes_what_a_page_would_obey(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path, compose.compose(["name=first"]))
     EventLog(run / "events.jsonl").incident(Incident("worker_died", "<script>alert(1)</script>", 1))
-    assert cli.main(["report", "first", "--no-spectra"]) == 0
+    assert cli.main(["report", "first"]) == 0
     assert "<script" not in (run / "report.html").read_text()
