@@ -47,8 +47,8 @@ _HOME_OF = {
     "train": "ngsgd.pipeline.api",
 }
 
-_MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "models", "object_storage", "ops", "optim",
-            "pipeline", "preconditioners", "sequence", "tasks", "training")
+_MODULES = ("asr", "cluster", "config", "curvature", "data", "exports", "hypergrad", "models", "object_storage", "ops", "optim",
+            "pipeline", "planning", "preconditioners", "runs", "sequence", "tasks", "training")
 
 __all__ = ["NGSGD", "LocalSGD", "NaturalMuon", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
            "curvature", "data", "hypergrad", "load", "models", "ops", "optim", "pipeline",

@@ -43,7 +43,8 @@ def test_every_package_is_reachable_from_a_bare_import() -> None:
 @pytest.mark.entry("R3")
 def test_every_name_in_the_pages_exists() -> None:
     # extending.md makes names, which tests/docs/test_extending.py uses
-    wanted = {name: page.name for page in PAGES if page.name != "extending.md" for name in names_in(page.read_text(encoding="utf-8"))}
+    wanted = {name: page.name for page in PAGES if page.name != "extending.md"
+              for name in names_in(page.read_text(encoding="utf-8"))}
     assert len(wanted) > 30
     missing = []
     for name, page in sorted(wanted.items()):
