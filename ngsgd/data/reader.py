@@ -27,7 +27,7 @@ from ngsgd.data.examples import is_row
 from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.storage import ArrayFile, FormatError
-from ngsgd.errors import DamagedArchiveError, DataError, NodeCacheError
+from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import read_json
 from ngsgd.schedules import Shard
 
@@ -148,7 +148,8 @@ class EgsReader:
 
     def diagnostic(self, subset: str) -> Minibatch:
         """Return the fixed subset "train" or "valid", copied to memory."""
-        file = self._open(diagnostic_name(subset))
+        name = diagnostic_name(subset)
+        file = opened(self.files, self.directory, name, self._digest(name))
         weight_N = file.get("weight")
         return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(),
                          None if weight_N is None else torch.tensor(weight_N))
@@ -163,12 +164,8 @@ class EgsReader:
 
     def archive_arrays(self, archive: int) -> ArrayFile:
         """Return the mapped arrays of an archive; see `ngsgd.data.examples.write_archive`."""
-        try:
-            return self._open(archive_name(archive))
-        except NodeCacheError:
-            raise
-        except DataError as error:
-            raise DamagedArchiveError(str(error), archive) from error
+        name = archive_name(archive)
+        return opened(self.files, self.directory, name, self._digest(name), archive)
 
     def groups(self) -> tuple[list[str], list[str]]:
         """Return (utterance ids, group of each) by index; no groups if they are unknown."""
@@ -196,16 +193,24 @@ class EgsReader:
             raise DataError(f"{path} is not a list of utterances ({error}); remove "
                             f"{self.directory} and run again.") from error
 
-    def _open(self, name: str) -> ArrayFile:
-        try:
-            return self.files.arrays(name, self._digest(name))
-        except UnsoundFileError as error:
-            raise DataError(str(error)) from error
-        except (FormatError, OSError) as error:
-            raise DataError(f"{self.directory / name} cannot be read ({error}); remove {self.directory} and run again.") from error
-
     def _digest(self, name: str) -> str:
         return str(self.info.sha256.get(name, ""))
+
+
+def opened(files: Files, directory: Path, name: str, digest: str, archive: int | None = None) -> ArrayFile:
+    """Return the mapped arrays of a file of `directory`.
+
+    Raises:
+        DamagedArchiveError: the file, which is archive number `archive`, is missing or damaged.
+        DataError: the same of a file that is no archive.
+        NodeCacheError: there is no room to fetch it.
+    """
+    try:
+        return files.arrays(name, digest)
+    except (UnsoundFileError, FormatError, OSError) as error:
+        message = str(error) if isinstance(error, UnsoundFileError) else \
+            f"{directory / name} cannot be read ({error}); remove {directory} and run again."
+        raise (DataError(message) if archive is None else DamagedArchiveError(message, archive)) from error
 
 
 class _Rows:

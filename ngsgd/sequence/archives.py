@@ -28,9 +28,9 @@ from ngsgd.data.examples import windows
 from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.frames import FrameSet
-from ngsgd.data.reader import EgsReader, ahead
+from ngsgd.data.reader import EgsReader, ahead, opened
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
-from ngsgd.errors import DamagedArchiveError, DataError
+from ngsgd.errors import DataError
 from ngsgd.files import FORMATS, cache_name, read_json, sealed, unsealed, write_text
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
@@ -255,7 +255,7 @@ class SequenceReader:
         With `first` and `stop` only these minibatches of the pass; the order does not depend on
         them. `augment` is not used.
         """
-        archive = self._archive(shard.archive)
+        archive = opened(self.files, self.directory, _name(shard.archive), str(self.index.sha256[shard.archive]), shard.archive)
         order_Q = np.random.default_rng((seed, outer_iter, job)).permutation(self.index.num_sequences[shard.archive])
         parts = np.array_split(order_Q, self.num_minibatches(shard, size))[first:stop]
 
@@ -292,13 +292,3 @@ class SequenceReader:
     def prefetch(self, archives: Sequence[int]) -> None:
         """Fetch archives in the background, on a node that does not see the directory."""
         self.files.prefetch([str(self.index.sha256[archive]) for archive in archives])
-
-    def _archive(self, archive: int) -> ArrayFile:
-        name = _name(archive)
-        try:
-            return self.files.arrays(name, str(self.index.sha256[archive]))
-        except UnsoundFileError as error:
-            raise DamagedArchiveError(str(error), archive) from error
-        except (FormatError, OSError) as error:
-            raise DamagedArchiveError(f"{self.directory / name} cannot be read ({error}); remove {self.directory} and run again.",
-                                      archive) from error

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from ngsgd.data.archives import archive_name
-from ngsgd.data.fetching.files import FetchedFiles, RemoteData, SharedFolder, offer_of
+from ngsgd.data.fetching.files import FetchedFiles, LocalFiles, RemoteData, SharedFolder, offer_of
 from ngsgd.data.fetching.node_cache import NodeCache
 from ngsgd.data.fetching.source import FetchError, StoreSource, UnsoundFileError
-from ngsgd.data.reader import EgsReader
-from ngsgd.data.storage import write_arrays
+from ngsgd.data.reader import EgsReader, opened
+from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError, NodeCacheError, ObjectStorageError
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.schedules import Shard
@@ -425,3 +425,22 @@ def test_a_job_passes_its_next_work_to_the_task(run: Run, tmp_path: Path) -> Non
     fetched = [name for digest in source.asked for name in listed if listed[name] == digest and name.startswith("egs.")]
     # the third archive is fetched while a job on another one runs
     assert sorted(fetched) == sorted(name for name in listed if name.startswith("egs."))
+
+
+@pytest.mark.parametrize(("raised", "reported"), [
+    (NodeCacheError("there is no room"), NodeCacheError), (FetchError("no answer"), FetchError),
+    (UnsoundFileError("it arrived damaged"), DamagedArchiveError), (FormatError("truncated"), DamagedArchiveError),
+    (OSError(errno.EIO, "it fails"), DamagedArchiveError)])
+def test_only_a_file_at_fault_is_a_damaged_archive(tmp_path: Path, raised: Exception, reported: type[Exception]) -> None:
+    """Damage is quarantined, while the other failures are those of this node or of the source."""
+    class Failing(LocalFiles):
+        def arrays(self, name: str, digest: str) -> ArrayFile:
+            raise raised
+    with pytest.raises(reported) as caught:
+        opened(Failing(tmp_path), tmp_path, "egs.0003.safetensors", "", archive=3)
+    assert type(caught.value) is reported
+    if isinstance(caught.value, DamagedArchiveError):
+        assert caught.value.archive == 3
+        with pytest.raises(DataError) as of_file:
+            opened(Failing(tmp_path), tmp_path, "train_diagnostic.safetensors", "")
+        assert type(of_file.value) is DataError
