@@ -8,7 +8,6 @@ from typing import Any
 
 from ngsgd import config as options
 from ngsgd.config import RunConfig
-from ngsgd.config.build import EXPECTED_WER
 from ngsgd.errors import ConfigError
 
 # section -> the group that also chooses its kind
@@ -43,7 +42,7 @@ def build(values: Mapping[str, Any], given: Given | None = None) -> RunConfig:
 def build_checked(values: Mapping[str, Any],
                   given: Given | None = None) -> tuple[RunConfig, list[str]]:
     """Build a configuration with defaults instead of wrong values, and list all problems."""
-    config, wrong = options.build({name: one for name, one in values.items() if name != EXPECTED_WER})
+    config, wrong = options.build(values)
     found = options.problems_of(config, wrong)
     if given is not None:
         refused = [options.Problem((setting.path, *setting.switches), setting.sentence)

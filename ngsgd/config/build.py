@@ -21,10 +21,6 @@ _LONGEST_SHOWN = 200
 _MOST_UNKNOWN = 20
 
 
-# of a recipe: its recorded WER by kind of optimizer, which is no setting
-EXPECTED_WER = "expected_wer"
-
-
 def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Build a configuration from nested mappings that hold every option.
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig, build, problems_of, unused, with_kinds
-from ngsgd.config.build import EXPECTED_WER, defaults, leaves, merged
+from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
+
+_CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 def recipe(name: str, **settings: Any) -> RunConfig:
@@ -33,7 +35,6 @@ def recipe(name: str, **settings: Any) -> RunConfig:
         1
     """
     written = _read(name)
-    written.pop(EXPECTED_WER, None)
     values = defaults()
     values["cluster"]["kind"], values["tracking"]["kind"] = "local", "none"
     given = _plain(settings)
@@ -51,13 +52,15 @@ def recipe(name: str, **settings: Any) -> RunConfig:
 
 def expected_wer(name: str) -> dict[str, float]:
     """Return the recorded WER of a recipe in percent, by kind of optimizer."""
-    return dict(_read(name).get(EXPECTED_WER, {}))
+    import yaml
+
+    return dict(yaml.safe_load((_CONF / "expected_wer.yaml").read_text(encoding="utf-8")).get(name, {}))
 
 
 def _read(name: str) -> dict[str, Any]:
     import yaml
 
-    folder = Path(__file__).resolve().parents[1] / "conf" / "recipe"
+    folder = _CONF / "recipe"
     known = sorted(file.stem for file in folder.glob("*.yaml"))
     if name not in known:
         raise ConfigError(f"{name} is not a recipe; choose one of {', '.join(known)}.")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ngsgd.config import RunConfig, build, problems_of
-from ngsgd.config.build import EXPECTED_WER, defaults, leaves, with_defaults
+from ngsgd.config.build import defaults, leaves, with_defaults
 from ngsgd.errors import ConfigError
 from ngsgd.runs.yaml_text import load_yaml, read_yaml_text
 
@@ -32,8 +32,6 @@ def read_config(path: Path) -> RunConfig:
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} contains no settings; restore it, or train again.")
     settings = cast("dict[str, Any]", values)
-    # printed by `ngsgd train --cfg job`
-    settings.pop(EXPECTED_WER, None)
     *_, (last, _) = leaves(defaults(), "")
     is_complete = has_end_mark or last in dict(leaves(settings, ""))
     config, wrong = build(with_defaults(settings) if is_complete else settings)
