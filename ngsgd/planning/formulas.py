@@ -161,9 +161,9 @@ def recommend_samples(*, now: float, rate: float, overhead_s: float, bounds: Sam
     independent of K, below `max_overhead`, or `now`.
     """
     if bounds.high < bounds.low:
-        told = (f"too little data for outer iterations of {MIN_MINIBATCHES} minibatches; use fewer "
+        advice = (f"too little data for outer iterations of {MIN_MINIBATCHES} minibatches; use fewer "
                 "workers or more epochs")
-        return SampleAdvice(round(bounds.low), told, enough_data=False)
+        return SampleAdvice(round(bounds.low), advice, enough_data=False)
     enough = overhead_s * rate * (1.0 - max_overhead) / max_overhead
     if enough > now:
         wanted, reason = enough, f"fixed costs of {overhead_s:.2g} s then take {100 * max_overhead:g} %"

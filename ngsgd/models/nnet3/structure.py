@@ -121,9 +121,9 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
     for line in lines:
         if line[""] == "component-node":
             # an i-vector after the frames is a flag
-            whole = line["input"].strip()
-            rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", whole)
-            nodes[line["name"]] = _Node(line["name"], line["component"], *_spliced(rest), has_ivector=rest != whole)
+            written = line["input"].strip()
+            rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", written)
+            nodes[line["name"]] = _Node(line["name"], line["component"], *_spliced(rest), has_ivector=rest != written)
         elif line[""] not in ("input-node", "output-node"):
             raise DataError(f"The nnet3 model has a {line['']}, which is not supported.")
     chain: list[_Node] = []
