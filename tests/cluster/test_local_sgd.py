@@ -5,9 +5,8 @@ die, states that continue.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ngsgd
 from ngsgd.errors import ConfigError
 from ngsgd.optim.outer import Average, Bmuf, DiLoCo, OuterInfo, OuterOptimizer
+from tests.gloo import gloo_group
 
 NUM_RANKS, NUM_STEPS, EVERY, DIM = 4, 12, 3, 5
 RULES: dict[str, Callable[[], Any]] = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
@@ -197,11 +197,9 @@ def test_a_dead_rank_does_not_disturb_another_group(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def one_rank() -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    with gloo_group(tmp_path):
         yield
-        dist.destroy_process_group()
 
 
 def test_batch_norm_statistics_are_those_of_the_rank(one_rank: None) -> None:

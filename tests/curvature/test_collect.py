@@ -16,6 +16,7 @@ from ngsgd.curvature import Capture, collect
 from ngsgd.errors import ConfigError
 from tests.curvature.problems import N, problem
 from tests.curvature.support import close
+from tests.gloo import gloo_group
 
 CE = nn.CrossEntropyLoss()
 ALL = ("batch_grad", "batch_l2", "variance", "diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr", "diag_h", "kfac_emp")
@@ -214,13 +215,11 @@ def test_a_replica_of_distributed_data_parallel(tmp_path: Path, inside: bool) ->
     with collect(model, "variance", "diag_ggn", "kflr", loss_fn=CE) as plain:
         CE(model(x), y).backward()
     model.zero_grad()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with gloo_group(tmp_path):
         replica = nn.parallel.DistributedDataParallel(model)
         with collect(model if inside else replica, "variance", "diag_ggn", "kflr", loss_fn=CE) as q:
             CE(replica(x), y).backward()
-    finally:
-        torch.distributed.destroy_process_group()
+        del replica
     for name in plain:
         of = q[name if inside else f"module.{name}"]
         close(of.variance, plain[name].variance)

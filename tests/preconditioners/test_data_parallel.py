@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, GradientMaker, Preconditioner
+from tests.gloo import gloo_group
 
 DDP = nn.parallel.DistributedDataParallel
 F = nn.functional
@@ -98,14 +99,13 @@ def _warnings_of_an_own_loop(kind: str) -> list[str]:
 
 def _on_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found: dict[Any, Any] = {case: _trained(*case, rank) for case in CASES}
-    found |= {("refused", kind, way): _refusal(kind, way, rank) for kind in REFUSED for way in ("inner", "outer")}
-    found |= {("fsdp", kind, when): _refusal_of_fsdp(kind, when) for kind in ("kfac", "shampoo", "adam", "psgd")
-              for when in ("before", "after")}
-    found |= {("own loop", kind): _warnings_of_an_own_loop(kind) for kind in ("kfac", "seng", "psgd", "adam", "soap")}
-    torch.save(found, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with gloo_group(folder, rank, 2):
+        found: dict[Any, Any] = {case: _trained(*case, rank) for case in CASES}
+        found |= {("refused", kind, way): _refusal(kind, way, rank) for kind in REFUSED for way in ("inner", "outer")}
+        found |= {("fsdp", kind, when): _refusal_of_fsdp(kind, when) for kind in ("kfac", "shampoo", "adam", "psgd")
+                  for when in ("before", "after")}
+        found |= {("own loop", kind): _warnings_of_an_own_loop(kind) for kind in ("kfac", "seng", "psgd", "adam", "soap")}
+        torch.save(found, f"{folder}/{rank}.pt")
 
 
 @functools.cache

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
+from tests.gloo import gloo_group
 from tests.preconditioners.support import CE, FEATURES, PAGE, Feature, made, with_table
 
-# some of its names are not exported to type checkers
-c10d: Any = torch.distributed
 CELLS = [
     pytest.param(kind, feature, id=f"{kind}-{feature.label}")
     for feature in FEATURES
@@ -24,11 +22,10 @@ CELLS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_process() -> Iterator[None]:
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A group of one process, for DistributedDataParallel."""
-    c10d.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
-    yield
-    c10d.destroy_process_group()
+    with gloo_group(tmp_path_factory.mktemp("group")):
+        yield
 
 
 def _nll(f: Tensor, y: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,26 +15,20 @@ from torch.multiprocessing.spawn import spawn
 from ngsgd import NGSGD, NaturalMuon
 from ngsgd.errors import ConfigError
 from ngsgd.optim import SGD
+from tests.gloo import gloo_group
 from tests.optim.loops.task import minibatches, network, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")]
 
 
 def on_two_ranks(task: Callable[[int], None], folder: Path) -> None:
-    spawn(_rank, (task, str(folder / "rendezvous")), nprocs=2)
+    spawn(_rank, (task, folder), nprocs=2)
 
 
-def _rank(rank: int, task: Callable[[int], None], file: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _rank(rank: int, task: Callable[[int], None], folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
+    with gloo_group(folder, rank, 2):
         task(rank)
-        # replicas in reference cycles still use the group, and threads of gloo must not outlive it
-        gc.collect()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def _with_ddp(rank: int) -> None:
