@@ -203,9 +203,12 @@ def _remove(names: list[str]) -> None:
         if name in existing:
             _run(f"ip netns del {name}")
     # cables outlive their namespaces where a process was left in one
-    for link in (_BRIDGE, *(device.name for device in Path("/sys/class/net").glob("ngsgd-v*"))):
-        if Path(f"/sys/class/net/{link}").exists():
-            _run(f"ip link del {link}")
+    links = [Path("/sys/class/net", _BRIDGE), *Path("/sys/class/net").glob("ngsgd-v*")]
+    for link in links:
+        # the kernel removes the cable of a namespace itself, a moment later
+        subprocess.run(["ip", "link", "del", link.name], capture_output=True, check=False)
+    if left := [link.name for link in links if link.exists()]:
+        raise RuntimeError(f"network links could not be removed: {', '.join(left)}")
 
 
 def _run(command: str) -> None:
