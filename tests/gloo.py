@@ -16,8 +16,8 @@ def gloo_group(folder: Path | str, rank: int = 0, world_size: int = 1) -> Iterat
     """Form the group of this process with those of other processes that use the same folder.
 
     A DistributedDataParallel module must not outlive the context. It would be the last owner of the
-    group, and its destructor joins gloo's threads while it holds the GIL, for which one of them can
-    wait (torch 2.13: each backward pass gives them a Python object).
+    group. Its destructor joins gloo's threads while it holds the GIL. One of them can wait for the
+    GIL, because each backward pass gives them a Python object (torch 2.13).
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=world_size)
