@@ -162,7 +162,7 @@ def recommend_samples(*, now: float, rate: float, overhead_s: float, bounds: Sam
     """
     if bounds.high < bounds.low:
         advice = (f"too little data for outer iterations of {MIN_MINIBATCHES} minibatches; use fewer "
-                "workers or more epochs")
+                  "workers or more epochs")
         return SampleAdvice(round(bounds.low), advice, enough_data=False)
     enough = overhead_s * rate * (1.0 - max_overhead) / max_overhead
     if enough > now:
