@@ -16,7 +16,7 @@ PROCESSES ?=
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak storm preemptions fuzz fault-simulation fault-simulation-nightly fault-mutants nodes slurm reference docs image lint prose format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak storm preemptions fuzz fault-simulation fault-simulation-nightly fault-mutants nodes slurm reference docs image release-check lint prose format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,store,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,store,trackers,docs,dev]'
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
@@ -37,9 +37,9 @@ train: $(STAMP)  ## train on synthetic digits and print a word error rate; make 
 check test test-all: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 lint run-$@
 
-check:     ## a minute: lint, doctests and one case of each quick test
-test:      ## 4 minutes: lint, doctests, all tests in this process and a few complete runs
-test-all:  ## 35 minutes: everything that CI runs, with faults, services, browsers and slow tests
+check:     ## 2 minutes: lint, doctests and one case of each quick test
+test:      ## 5 minutes: lint, doctests, all tests in this process and a few complete runs
+test-all:  ## 40 minutes: everything that CI runs, with faults, services, browsers and slow tests
 
 run-check: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),2) tests -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
@@ -47,8 +47,13 @@ run-check: $(STAMP)
 run-test: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),2) tests -m "end_to_end or not (slow or faults or services)" --first-cases $(ARGS)
 
+# Triton is beside the environment, because torch imports it wherever it finds it
+$(VENV)/triton: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt triton || \
+		echo "make: no Triton for this platform; its kernels are not tested"
+
 # half of its time is waiting for other processes
-run-test-all: $(STAMP)
+run-test-all: $(STAMP) $(VENV)/triton
 	$(PYTEST) $(or $(PROCESSES),4) tests $(ARGS)
 
 gpu: $(STAMP)  ## check and measure on a GPU, one JSON file and benchmarks/gpu/RESULTS.md (8 min); make gpu ARGS=--dry-run for the CPU
@@ -91,7 +96,7 @@ fault-mutants: $(STAMP)  ## plant bugs in coordinator, ledger and checkpoints an
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_mutants --write benchmarks/fault-mutants.md $(ARGS)
 
 reference: $(STAMP)  ## write the pages of docs/reference that are made from the code
-	$(BIN)/python -m ngsgd.launcher.reference docs/reference
+	$(BIN)/python -m tools.reference docs/reference
 
 docs: $(STAMP)  ## build the documentation into site/; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -99,6 +104,9 @@ docs: $(STAMP)  ## build the documentation into site/; every warning is an error
 image: ## the steps of docker/Dockerfile on this machine, without Docker, into .venv-image
 	docker/build-steps.sh install $(VENV)-image
 	docker/build-steps.sh check $(VENV)-image
+
+release-check: $(STAMP)  ## rehearse a release: build, check, install, train and test in new environments (20 min)
+	$(BIN)/python -m tools.release_check $(ARGS)
 
 lint: $(STAMP)  ## style, types, import layers and prose
 	$(BIN)/ruff check .

@@ -49,7 +49,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 from ngsgd.cluster.exchange import collective
-from ngsgd.cluster.exchange.collective import GroupFailure, MeanRequest, MeanShard
+from ngsgd.cluster.exchange.collective import GroupFailure, StepRequest, StepShard
 from ngsgd.cluster.exchange.collective_client import Exchange, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.local_sgd import LocalSGD
@@ -63,8 +63,8 @@ from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer, OuterRul
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunStorage
-from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, Outcome
-from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
+from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, Outcome, VectorRef
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import Trackers
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
@@ -132,8 +132,8 @@ class Member:
         sent = self.layout.flatten(self.model.state_dict())
         return (digest(sent), not_finite(sent, self.layout, self.pieces)), sent
 
-    def kept(self, model: SharedRef, rank: int) -> JobResult:
-        """Keep the result here; `answer` averages it with the others."""
+    def kept(self, model: VectorRef, rank: int) -> JobResult:
+        """Keep the result here; `answer` takes the outer step with the others."""
         self.layout.load(self.model, model.read())
         sent = self.layout.flatten(self.model.state_dict())
         trouble = not_finite(sent, self.layout, self.pieces)
@@ -143,10 +143,10 @@ class Member:
                            rejection_reason=trouble)
         return self.member.keep(result)
 
-    def answer(self, order: MeanRequest) -> MeanShard | GroupFailure:
-        return self.member.average(order)
+    def answer(self, order: StepRequest) -> StepShard | GroupFailure:
+        return self.member.step(order)
 
-    def collective(self, model: SharedRef, rank: int, order: MeanRequest) -> None:
+    def collective(self, model: VectorRef, rank: int, order: StepRequest) -> None:
         self.kept(model, rank)
         self.answer(order)
 
@@ -223,18 +223,21 @@ class Planes:
     def collective(self, rule: OuterRule) -> Callable[[], None]:
         optimizer = self._optimizer(rule)
         self.exchange = Exchange(_HOST, 60.0)
+        starts: list[VectorRef] = [self.model] * len(self.members)
 
-        def ask(orders: Mapping[int, MeanRequest], *_: object) -> dict[int, object]:
+        def ask(orders: Mapping[int, StepRequest], *_: object) -> dict[int, object]:
             self.orders = orders
             return dict(zip(orders, ray.get([self.members[worker].answer.remote(order) for worker, order in orders.items()]),
                             strict=True))
 
         def one_round() -> None:
-            results = ray.get([member.kept.remote(self.model, rank) for rank, member in enumerate(self.members)])
-            mean = self.exchange.mean([remote(result, lambda kept: self.start) for result in results], self.weights, ask,
-                                      lambda kept: None)
-            assert mean is not None
-            self._step(optimizer, [mean], [1.0])
+            self.starts = list(starts)
+            results = ray.get([member.kept.remote(starts[rank], rank) for rank, member in enumerate(self.members)])
+            refs = [remote(result, lambda kept: self.start) for result in results]
+            assert self.exchange.step(optimizer, refs, self.weights, OuterInfo(10, 1000, len(refs), 0.01), ask, lambda kept: None)
+            self._publish(optimizer)
+            name = digest(self.model.read())
+            starts[:] = [self.exchange.start_of((rank, one.sent.process), self.model, name) for rank, one in enumerate(results)]
         return one_round
 
     def object_store(self, rule: OuterRule) -> Callable[[], None]:
@@ -266,7 +269,7 @@ class Planes:
         arguments: dict[str, list[Any]] = {
             "shared": [(self.model, place) for place in self.places],
             "stored": [(self.stored_model,)] * len(self.members),
-            "collective": [(self.model, rank, self.orders[rank]) for rank in range(len(self.members))]}
+            "collective": [(self.starts[rank], rank, self.orders[rank]) for rank in range(len(self.members))]}
         calls = arguments.get(plane, [()] * len(self.members))
         return float(max(ray.get([member.count.remote(plane, *call) for member, call in zip(self.members, calls, strict=True)])))
 
@@ -281,8 +284,11 @@ class Planes:
     def _check(self, said: tuple[int, str], vector: Vector) -> None:
         assert said == (digest(vector), ""), "a vector was damaged"
 
-    def _step(self, optimizer: OuterOptimizer, vectors: Sequence[Vector | Mean], weights: list[float]) -> None:
+    def _step(self, optimizer: OuterOptimizer, vectors: Sequence[Vector], weights: list[float]) -> None:
         optimizer.step(vectors, weights, OuterInfo(10, 1000, len(vectors), 0.01))
+        self._publish(optimizer)
+
+    def _publish(self, optimizer: OuterOptimizer) -> None:
         assert is_finite(optimizer.eval_model())
         optimizer.broadcast(self.model.read())
 
@@ -291,7 +297,7 @@ class Planes:
 # machines
 _THROUGH_SOCKETS: dict[str, Callable[[int], str]] = {
     "ours, average": lambda n: "0", "ours, BMUF": lambda n: "0", "object store": lambda n: "0 (2)",
-    "collective": lambda n: f"{(n - 1) / n + 2 / n:.2f} (+1)",
+    "collective": lambda n: f"{2 * (n - 1) / n + 1 / n:.2f}",
     "gloo": lambda n: f"{2 * (n - 1) / n:.2f}", "torchft": lambda n: f"{2 * (n - 1) / n:.2f}"}
 _METHOD = {"collective": "collective", "ours, average": "shared", "ours, BMUF": "shared", "object store": "stored"}
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature import collect
-from ngsgd.curvature.second_order.damped import damped_direction
+from ngsgd.curvature.quantities import damped_direction
 from ngsgd.errors import DivergenceError
 
 BATCH, EPOCHS, NUM_TEST, SEEDS = 128, 20, 360, (0, 1, 2)

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +43,6 @@ from ngsgd.training.worker import Worker
 DIM, NUM_CLASSES, FRAMES_PER_HOUR, UTTERANCE = 40, 100, 360_000, 500
 MINIBATCH = 128
 RATE_HZ = 16_000
-PREFETCH = 4
 ROUNDS = 5  # runs with and without prefetching, interleaved
 
 
@@ -67,7 +65,7 @@ def writing(frames: FrameSet, config: EgsConfig, folder: Path) -> Path:
     for num_writers in (1, 0):
         began = time.perf_counter()
         shutil.rmtree(folder / "egs", ignore_errors=True)
-        directory = prepare_archives(frames, frames, replace(config, num_writers=num_writers), num_classes=NUM_CLASSES,
+        directory = prepare_archives(frames, frames, config, num_writers=num_writers or None, num_classes=NUM_CLASSES,
                                      digest="synthetic", cache_root=folder / "egs")
         seconds = time.perf_counter() - began
         size = sum(path.stat().st_size for path in directory.iterdir())
@@ -118,24 +116,19 @@ def reading(directory: Path, seconds: float) -> dict[int, float]:
 
 
 def training(directory: Path, config: EgsConfig) -> float:
-    """Frames per second of one worker with one thread and the default model, with and without
-    prefetching, interleaved.
-    """
+    """Frames per second of one worker with one thread and the default model."""
     torch.set_num_threads(1)
-    rates: dict[int, list[float]] = {0: [], PREFETCH: []}
-    workers = {depth: Worker(SpeechTaskSpec(RunConfig(egs=replace(config, prefetch=depth), cluster=ClusterConfig(device="auto")),
-                                        str(directory)), 0) for depth in rates}
+    rates: list[float] = []
+    worker = Worker(SpeechTaskSpec(RunConfig(egs=config, cluster=ClusterConfig(device="auto")), str(directory)), 0)
     for number in range(1 + ROUNDS):
-        for depth, worker in workers.items():
-            start = worker.layout.flatten(worker.model.state_dict())
-            piece = WorkItem(Shard(number % worker.task.shards().num_archives, 0), number, 0)
-            result = worker.run(Job(number, 0, 1, (piece,), JobInit(LocalRef(start)), lr=0.005, lr_factor=1.0))
-            if number:  # the first run is a warm-up
-                rates[depth].append(result.num_frames / result.seconds)
-    for depth, found in rates.items():
-        print(f"training   prefetch={depth}     {statistics.median(found):,.0f} frames/s (median of {len(found)}; "
-              f"{min(found):,.0f} to {max(found):,.0f}), device {workers[depth].device}", flush=True)
-    return max(map(statistics.median, rates.values()))
+        start = worker.layout.flatten(worker.model.state_dict())
+        piece = WorkItem(Shard(number % worker.task.shards().num_archives, 0), number, 0)
+        result = worker.run(Job(number, 0, 1, (piece,), JobInit(LocalRef(start)), lr=0.005, lr_factor=1.0))
+        if number:  # the first run is a warm-up
+            rates.append(result.num_frames / result.seconds)
+    print(f"training   {statistics.median(rates):,.0f} frames/s (median of {len(rates)}; {min(rates):,.0f} to {max(rates):,.0f}), "
+          f"device {worker.device}", flush=True)
+    return statistics.median(rates)
 
 
 def extraction(seconds: float) -> None:

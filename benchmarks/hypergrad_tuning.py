@@ -170,7 +170,8 @@ def _digits(key: Key) -> Record:
     task, test = task_of(digits_data(key["seed"]), (64, 64, 64, 10), key["seed"])
     space = _space(key, 100)
     found = search(task, space, key["method"], key["budget"], key["seed"])
-    return {"best": {cost: found.best_within(cost) for cost in BUDGETS}, "test": test(_plan_of(space, found)),
+    best = {cost: min((trial.value for trial in found.trials if trial.cost <= cost), default=math.inf) for cost in BUDGETS}
+    return {"best": best, "test": test(_plan_of(space, found)),
             "spent": found.spent, "theta": list(found.best.theta),
             "distrusted": sum(trial.report is not None and not trial.report.trusted for trial in found.trials)}
 

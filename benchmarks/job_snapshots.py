@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotStore
+from ngsgd.cluster.exchange.shared_memory import SharedSnapshotStore
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, EgsConfig, FailureConfig, ModelConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives

@@ -124,7 +124,8 @@ class Training:
 
 def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    return [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-4)]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(others, lr=1e-4, fused=True)]
 
 
 def _sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -144,6 +145,16 @@ MAKERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "torch SGD, momentum": lambda model: [torch.optim.SGD(model.parameters(), 1e-5, momentum=0.9)],
     "torch AdamW": lambda model: [torch.optim.AdamW(model.parameters(), 1e-5)],
     "torch Muon": _muon,
+}
+
+
+# as their authors run them
+RIVALS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+    "NG-SGD": lambda model: [NGSGD(model, 1e-3, loss_reduction="mean")],
+    "SGD": lambda model: [torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, foreach=True)],
+    "AdamW": lambda model: [torch.optim.AdamW(model.parameters(), 1e-3, fused=True)],
+    # of matrices alone; AdamW for all others
+    "Muon": _muon,
 }
 
 
@@ -201,24 +212,24 @@ def _report(net: Net, num_rows: int, times: dict[str, list[float]], core_speeds:
 
 
 class NarrowTraining:
-    """A narrow network under NGSGD or PyTorch's SGD with momentum."""
+    """A narrow network under one of `RIVALS`."""
 
     def __init__(self, net: NarrowNet, name: str) -> None:
         torch.manual_seed(0)
         self.model = net.build()
-        self.optimizer = NGSGD(self.model, 1e-3, loss_reduction="mean") if name == "NG-SGD" else \
-            torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, foreach=True)
+        self.optimizers = RIVALS[name](self.model)
         self.x, self.y_N = net.inputs(), torch.randint(net.num_classes, (net.num_targets,))
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         nn.functional.cross_entropy(self.model(self.x), self.y_N).backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def narrow(rounds: int, names: list[str]) -> None:
-    """Complete steps of narrow networks: CPU time relative to torch's SGD with momentum, foreach.
-    """
+    """Complete steps of narrow networks: CPU time of NG-SGD relative to torch's own optimizers."""
     torch.set_num_threads(1)
 
     def cpu_seconds(training: NarrowTraining) -> float:
@@ -228,18 +239,18 @@ def narrow(rounds: int, names: list[str]) -> None:
         return (time.process_time() - start) / PERIOD
 
     for name in names:
-        ours, theirs = (NarrowTraining(NARROW_NETS[name], which) for which in ("NG-SGD", "SGD"))
-        for _ in range(WARM_UP):
-            ours.step()
-            theirs.step()
-        pairs = [(cpu_seconds(ours), cpu_seconds(theirs)) for _ in range(rounds)]
-        ratios = sorted(a / b for a, b in pairs)
-        ours_s, theirs_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(
-            f"{name:14s} NG-SGD {1e3 * ours_s:6.2f} ms, SGD {1e3 * theirs_s:6.2f} ms, ratio {statistics.median(ratios):.2f} "
-            f"({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})",
-            flush=True,
-        )
+        trainings = {rival: NarrowTraining(NARROW_NETS[name], rival) for rival in RIVALS}
+        for training in trainings.values():
+            for _ in range(WARM_UP):
+                training.step()
+        times = [{rival: cpu_seconds(training) for rival, training in trainings.items()} for _ in range(rounds)]
+        ours_s = statistics.median(one["NG-SGD"] for one in times)
+        print(f"{name:18s} NG-SGD {1e3 * ours_s:.2f} ms", end="")
+        for rival in list(RIVALS)[1:]:
+            ratios = sorted(one["NG-SGD"] / one[rival] for one in times)
+            print(f"; / {rival} {statistics.median(ratios):.2f} ({ratios[len(ratios) // 4]:.2f} to "
+                  f"{ratios[-1 - len(ratios) // 4]:.2f})", end="")
+        print(flush=True)
 
 
 def preconditioner(rounds: int) -> None:

@@ -237,5 +237,9 @@ NARROW_NETS = {
         lambda: Gpt(TorchAttention), lambda: torch.randint(100, (16, 64)), 16 * 64, 100
     ),
     "ResNet w=8": NarrowNet(resnet14, lambda: torch.randn(16, 3, 32, 32), 16, 10),
+    # that of the optimizer track
+    "MLP 195-256x4-102": NarrowNet(lambda: nn.Sequential(
+        *(layer for width in (195, 256, 256, 256) for layer in (nn.Linear(width, 256), nn.ReLU())), nn.Linear(256, 102)),
+        lambda: torch.randn(256, 195), 256, 102),
     "Conformer d=24": NarrowNet(conformer, lambda: torch.randn(8, 100, 40), 800, 30),
 }

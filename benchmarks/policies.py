@@ -31,8 +31,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.launcher.config.compose import compose
 from ngsgd.models.statistics import model_for
 from ngsgd.preconditioners import METHODS
-from ngsgd.tasks.frames import schedule_of
-from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.tasks.speech import SpeechTaskSpec, schedule_of
 from ngsgd.training.coordinator import Coordinator, RunStorage
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord

@@ -42,9 +42,8 @@ import numpy as np
 import soundfile
 
 from ngsgd.asr.align import forced_alignment
-from ngsgd.asr.corpora import alignments
+from ngsgd.asr.corpora import alignments, digits
 from ngsgd.asr.corpora.corpus import prepare
-from ngsgd.asr.corpora.digits import labels, utterances
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Utterance
 from ngsgd.config import AlignConfig, DataConfig, EgsConfig, FeatureConfig, RunConfig
 from ngsgd.data.archives import prepare_archives
@@ -127,14 +126,14 @@ def _killed(folder: Path, seconds: float, num_kills: int) -> str:
 
 def _spoken() -> list[Utterance]:
     data = DataConfig(corpus="digits")
-    return list(utterances.utterances("train", data, minutes=RECORDING_S / 60, num_at_once=os.cpu_count() or 1,
+    return list(digits.utterances("train", data, minutes=RECORDING_S / 60, num_at_once=os.cpu_count() or 1,
                                       is_clean=lambda _utt_id: True))
 
 
 def write_corpus(folder: Path, spoken: Sequence[Utterance], hours: float) -> None:
     """Write train, valid, test and a lexicon; each recording has its own noise and speaker."""
     folder.mkdir(parents=True)
-    lexicon = [f"{word} {' '.join(phones)}" for word, readings in labels.TOPOLOGY.lexicon.items() for phones in readings]
+    lexicon = [f"{word} {' '.join(phones)}" for word, readings in digits.TOPOLOGY.lexicon.items() for phones in readings]
     (folder / "lexicon.txt").write_text("\n".join(lexicon) + "\n")
     for number, (name, seconds) in enumerate((("train", hours * 3600), ("valid", HELD_OUT_S), ("test", HELD_OUT_S))):
         (folder / name).mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.ops.newton_schulz import orthogonalized
+from ngsgd.ops.orthonormal import orthogonalized
 
 # Root mean square of NorMuon's steps, that of AdamW's; added to norms against a division by zero.
 _RMS, _EPS = 0.2, 1e-7

@@ -17,7 +17,7 @@ install_into() {
     else
         "${pip[@]}" torch
     fi
-    "${pip[@]}" ".[service,asr,synth,onnx,tune,sweep,store,postgres]"
+    "${pip[@]}" ".[service,asr,synth,onnx,tune,sweep,store,trackers,postgres]"
 }
 
 check() {
@@ -25,7 +25,7 @@ check() {
     "$bin/ngsgd" --version
     "$bin/ngsgd" train --cfg job >/dev/null
     cd /   # not in the source tree, which would hide a package that is missing from the wheel
-    "$bin/python" -c "import ngsgd, ngsgd.launcher.cli, ngsgd.conf, torch, ray, mlflow, obstore, onnx, optuna; print('imports are whole')"
+    "$bin/python" -c "import ngsgd, ngsgd.launcher.cli, ngsgd.conf, torch, ray, mlflow, obstore, onnx, optuna, tensorboard, wandb; print('imports are whole')"
 }
 
 case ${1:-} in

@@ -70,20 +70,25 @@ def parts_of_the_code() -> str:
         box(20, 20, 190, 60, ["ngsgd.launcher", "CLI, Ray, MLflow, reports"], GRAY),
         arrow((210, 50), (270, 50)),
         box(270, 20, 190, 60, ["ngsgd.pipeline", "build_run: prepare, finish"], BLUE),
-        arrow((365, 80), (365, 130)),
-        box(270, 130, 190, 60, ["ngsgd.training", "Coordinator, Worker"], BLUE),
         arrow((460, 50), (525, 50)),
         box(525, 20, 250, 60, ["ngsgd.asr, models, sequence, data", "speech: audio to WER"], GREEN),
-        arrow((650, 130), (650, 80)),
-        box(525, 130, 250, 60, ["ngsgd.tasks", "model, data and loss as a Task"], GREEN),
-        arrow((460, 160), (525, 160)),
-        arrow((270, 160), (210, 160)),
-        box(20, 130, 190, 60, ["ngsgd.cluster", "worker pools, exchange"], BLUE),
+        arrow((115, 80), (115, 130)),
+        box(20, 130, 190, 60, ["ngsgd.planning, exports", "time, other programs"], GRAY),
+        arrow((210, 160), (270, 160)),
+        arrow((365, 80), (365, 130)),
+        box(270, 130, 190, 60, ["ngsgd.runs", "a run on disk"], BLUE),
         arrow((365, 190), (365, 240)),
-        box(270, 240, 190, 60, ["ngsgd.optim", "NGSGD, SGD, outer rules"], GREEN),
+        box(270, 240, 190, 60, ["ngsgd.training", "Coordinator, Worker"], BLUE),
+        arrow((650, 240), (650, 80)),
+        box(525, 240, 250, 60, ["ngsgd.tasks", "model, data and loss as a Task"], GREEN),
         arrow((460, 270), (525, 270)),
-        box(525, 240, 250, 60, ["preconditioners, curvature, ops", "arithmetic on tensors"], GREEN)]
-    return picture(795, 320, "Packages", parts)
+        arrow((270, 270), (210, 270)),
+        box(20, 240, 190, 60, ["ngsgd.cluster", "worker pools, exchange"], BLUE),
+        arrow((365, 300), (365, 350)),
+        box(270, 350, 190, 60, ["ngsgd.optim", "NGSGD, SGD, outer rules"], GREEN),
+        arrow((460, 380), (525, 380)),
+        box(525, 350, 250, 60, ["preconditioners, curvature, ops", "arithmetic on tensors"], GREEN)]
+    return picture(795, 430, "Packages", parts)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ngsgd.launcher.python_reference import ENTRY
+from tools.python_reference import ENTRY
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 

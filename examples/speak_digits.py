@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import soundfile
 
-from ngsgd.asr.corpora.digits.synthesis import Sentence, speak
+from ngsgd.asr.corpora.digits import Sentence, speak
 
 VOICE, WORDS_PER_MINUTE, PITCH, PITCH_RANGE, GAP_10_MS = "gmw/en-US", 160, 50, 50, 10
 NOISE_DB = 20.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -16,6 +17,10 @@ from ngsgd.launcher.text import printable
 
 JSON = "print JSON, and nothing else, on stdout"
 TRUST = "import the custom module that the run names (model._target_), even if another user or machine made the run"
+RUN = "run folder, or its name under runs/"
+CONFIG = {"--config-dir -cd DIR": (Path, "folder of custom YAML files; DIR/recipe/mine.yaml is recipe=mine"),
+          "--config-path -cp DIR": (Path, "folder of the primary config, which is config.yaml unless --config-name is given"),
+          "--config-name -cn NAME": (str, "primary config, such as mine of DIR/mine.yaml (default: that of ngsgd)")}
 OTHER_BITS = "accept other processors, versions or kernels; results then agree up to rounding"
 
 
@@ -35,14 +40,35 @@ class Parser(argparse.ArgumentParser):
         """The actions by flag, such as --quiet."""
         return dict(self._option_string_actions)
 
+    def declare(self, table: Mapping[str, str | tuple[Any, str]], title: str = "") -> None:
+        """Add arguments, as a group if there is a title.
+
+        Args:
+            table: "--flag -f" (a switch), "--flag -f NAME" (with a value) or "NAME" (without a
+                flag) -> help text, or (default or type, help text).
+            title: heading of the group.
+        """
+        target = self.add_argument_group(title) if title else self
+        for names, entry in table.items():
+            given, about = entry if isinstance(entry, tuple) else (None, entry)
+            *flags, last = names.split()
+            more: dict[str, Any] = {"action": "store_true"} if last[0] == "-" else {"metavar": last}
+            flags = [*flags, last] if last[0] == "-" else flags or [last.lower()]
+            if isinstance(given, type):
+                more["type"] = given
+            elif given is not None:
+                more |= {"type": type(given), "default": given}
+                about += "" if "(default" in about else " (default: %(default)s)"
+            target.add_argument(*flags, help=about, **more)
+
     def error(self, message: str) -> NoReturn:
         unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
         near = [flag for word in unknown for flag in self._near(word)]
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{message}; see {self.prog} --help.{hint}")
 
-    def parse_with_settings(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse flags and KEY=VALUE settings, in any order.
+    def parse_with_settings(self, arguments: Sequence[str], about: str = "settings of ngsgd train") -> argparse.Namespace:
+        """Parse flags and KEY=VALUE settings (`overrides`), in any order.
 
         A flag of another trainer, such as --lr 0.1, becomes the setting "--lr=0.1". Composing
         rejects it together with all other wrong settings.
@@ -50,7 +76,20 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: all wrong flags and all wrong settings.
         """
-        own, foreign = self._split(list(arguments))
+        self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
+        words, own, foreign = list(arguments), list[str](), list[str]()
+        while words:
+            word = words.pop(0)
+            name = word.partition("=")[0]
+            if word == "--":
+                own += [word, *words]
+                break
+            if not re.match(r"--\w", word) or name in self._option_string_actions or self._near(name):
+                own.append(word)
+            elif "=" in word or not words or words[0].startswith("-") or "=" in words[0]:
+                foreign.append(word)
+            else:
+                foreign.append(f"{word}={words.pop(0)}")
         try:
             options = self.parse_intermixed_args(own)
         except ConfigError as error:
@@ -61,23 +100,6 @@ class Parser(argparse.ArgumentParser):
         options.overrides += foreign
         return options
 
-    def _split(self, words: list[str]) -> tuple[list[str], list[str]]:
-        """Own words, and flags of other trainers with their values as one word each."""
-        own: list[str] = []
-        foreign: list[str] = []
-        while words:
-            word = words.pop(0)
-            name = word.partition("=")[0]
-            if word == "--":
-                return [*own, word, *words], foreign
-            if not re.match(r"--\w", word) or name in self._option_string_actions or self._near(name):
-                own.append(word)
-            elif "=" in word or not words or words[0].startswith("-") or "=" in words[0]:
-                foreign.append(word)
-            else:
-                foreign.append(f"{word}={words.pop(0)}")
-        return own, foreign
-
     def _near(self, flag: str) -> list[str]:
         """The own flag that an unknown one resembles; none for a name of another trainer."""
         from ngsgd.config.other_names import instead_of
@@ -86,20 +108,28 @@ class Parser(argparse.ArgumentParser):
         return difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
 
 
-def add_words(group: argparse._ArgumentGroup) -> None:
-    """Add the options of `words_of`: other words and decoding weights than those of a model."""
-    for flag, metavar, about in (
-            ("--lm", "ARPA", "n-gram language model"),
-            ("--lexicon", "FILE", "pronunciations in the phones of the model"),
-            ("--words", "FILE", "vocabulary, one word per line"),
-            ("--grammar", "FILE", "grammar in a subset of JSGF, instead of a language model")):
-        group.add_argument(flag, metavar=metavar, type=Path, help=about)
-    group.add_argument("--scale", metavar="X", type=float, help="acoustic scale (default: that of the model)")
-    group.add_argument("--penalty", metavar="X", type=float, help="cost per word (default: that of the model)")
+def out_of_range(options: argparse.Namespace, least: Mapping[str, float], positive: Sequence[str] = ()) -> list[str]:
+    """Return a message per number that is below its `least` value, not positive or not finite."""
+    rules = {**{name: (low, f"at least {low:g}") for name, low in least.items()},
+             **{name: (math.ulp(0.0), "greater than 0") for name in positive}}
+    return [f"--{name.replace('_', '-')} is {value}; it must be {rule}."
+            for name, (low, rule) in rules.items() if (value := getattr(options, name)) is not None
+            and not (math.isfinite(value) and value >= low)]
+
+
+# other words and decoding weights than those of a model
+WORDS = {
+    "--lm ARPA": (Path, "n-gram language model"),
+    "--lexicon FILE": (Path, "pronunciations in the phones of the model"),
+    "--words FILE": (Path, "vocabulary, one word per line"),
+    "--grammar FILE": (Path, "grammar in a subset of JSGF, instead of a language model"),
+    "--scale X": (float, "acoustic scale (default: that of the model)"),
+    "--penalty X": (float, "cost per word (default: that of the model)")}
 
 
 def words_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `ngsgd.asr.bundle.Bundle.with_words`, with its warnings on stderr.
+    """The arguments of `ngsgd.asr.bundle.Bundle.with_words` from the options of `WORDS`; warnings
+    go to stderr.
 
     Raises:
         ConfigError: the scale or the penalty is out of range.

@@ -19,7 +19,6 @@ _HELP = ("-h", "--help", "help")
 
 @command_line()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code."""
     replace_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # words after -- belong to another command
@@ -39,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # a sweep handles the errors of its runs
         more = ["--debug"] if debug and rest[:1] == ["train"] else []
-        code = run_guarded(lambda: _dispatch([*rest[:1], *more, *rest[1:]]), debug=debug,
-                           on_error=keep)
+        code = run_guarded(lambda: _dispatch([*rest[:1], *more, *rest[1:]]), debug=debug, on_error=keep)
         SCREEN.close()
         sys.stdout.flush()
     except BrokenPipeError:

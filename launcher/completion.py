@@ -45,22 +45,16 @@ complete --command ngsgd --no-files --condition __fish_is_first_arg --arguments 
 complete --command ngsgd --condition 'not __fish_is_first_arg' --arguments '(__ngsgd_words)'
 """,
 }
-_INSTALL = {
-    "bash": 'eval "$(ngsgd completion bash)" in ~/.bashrc',
-    "zsh": 'eval "$(ngsgd completion zsh)" in ~/.zshrc',
-    "fish": "ngsgd completion fish | source, in ~/.config/fish/config.fish",
-}
+_INSTALL = {"bash": 'eval "$(ngsgd completion bash)" in ~/.bashrc', "zsh": 'eval "$(ngsgd completion zsh)" in ~/.zshrc',
+            "fish": "ngsgd completion fish | source, in ~/.config/fish/config.fish"}
 
 
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd completion SHELL`, and the query of the shells' scripts."""
     word = arguments[0] if arguments else ""
     if word in ("-h", "--help"):
-        print(
-            f"usage: ngsgd completion {{{','.join(_SCRIPTS)}}}\n\nPrint the completion script "
-            "of a shell. To use it:\n"
-            + "\n".join(f"  {shell:6}{how}" for shell, how in _INSTALL.items())
-        )
+        print(f"usage: ngsgd completion {{{','.join(_SCRIPTS)}}}\n\nPrint the completion script of a shell. To use it:",
+              *(f"  {shell:6}{how}" for shell, how in _INSTALL.items()), sep="\n")
     elif word == "--words":
         # the command line up to the cursor, with the name of the program
         *before, last = os.environ.get("COMP_LINE", "").split(" ")
@@ -99,8 +93,8 @@ def _offered(before: list[str], last: str) -> Iterable[str]:
             return map(str, flags[previous].choices or ())
         if previous in flags and flags[previous].metavar == "RUN":
             return _runs()
-    offered = _runs() if commands[name].takes == "runs" else []
-    return [*offered, *(_settings(last) if commands[name].takes == "settings" else [])]
+    takes = commands[name].takes
+    return _runs() if takes == "runs" else _settings(last) if takes == "settings" else ()
 
 
 def _settings(last: str) -> list[str]:
@@ -113,23 +107,14 @@ def _settings(last: str) -> list[str]:
     groups = compose.groups()
     options = {one.path: one for one in describe.options()}
     if is_value:
-        start = last[: len(last) - len(values.rpartition(",")[2])]
-        return [
-            f"{start}{choice}"
-            for choice in groups.get(key, options[key].choices if key in options else ())
-        ]
-    inner = [
-        f"{path}="
-        for path in options
-        if "." not in path or last.startswith(f"{path.partition('.')[0]}.")
-    ]
+        start = last[:len(last) - len(values.rpartition(",")[2])]
+        choices = groups.get(key, options[key].choices if key in options else ())
+        return [f"{start}{choice}" for choice in choices]
+    inner = [f"{path}=" for path in options if "." not in path or last.startswith(f"{path.partition('.')[0]}.")]
     sections = [f"{name}." for name in section_names() if not last.startswith(f"{name}.")]
     return [*(f"{group}=" for group in groups), *sections, *inner]
 
 
 def _runs() -> list[str]:
-    """The runs under runs/, the newest first."""
-    found = sorted(
-        Path("runs").glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
-    )
+    found = sorted(Path("runs").glob("*/config.yaml"), reverse=True, key=lambda file: file.stat().st_mtime)
     return [file.parent.name for file in found]

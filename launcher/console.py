@@ -1,7 +1,4 @@
-"""Shared parts of the commands: argument parsing, error messages and exit codes.
-
-Nothing heavy is imported at the top, so that `ngsgd --help` starts fast.
-"""
+"""Guards around the commands: typed errors, messages and exit codes; nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -14,39 +11,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ngsgd.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_RUN_FAILED,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    NgsgdError,
-)
+from ngsgd import errors
+from ngsgd.errors import EXIT_RUN_FAILED, ConfigError, DataError, NgsgdError
 from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked, printable
 
-# import name -> (package, extra), of optional packages
+# extra -> import names of its packages, with =PACKAGE where that differs
 _EXTRAS = {
-    "hydra": ("hydra-core", "service"), "omegaconf": ("omegaconf", "service"), "yaml": ("pyyaml", "service"),
-    "ray": ("ray", "service"), "mlflow": ("mlflow", "service"), "rich": ("rich", "service"),
-    "matplotlib": ("matplotlib", "service"), "psutil": ("psutil", "service"), "kaldi_native_fbank": ("kaldi-native-fbank", "asr"),
-    "kaldi_decoder": ("kaldi-decoder", "asr"), "kaldifst": ("kaldifst", "asr"), "kaldialign": ("kaldialign", "asr"),
-    "espeakng_loader": ("espeakng-loader", "synth"), "scipy": ("scipy", "asr"),
-    "onnx": ("onnx", "onnx"), "onnxscript": ("onnxscript", "onnx"), "onnxruntime": ("onnxruntime", "onnx"),
-    "webrtcvad": ("webrtcvad-wheels", "asr"),
-}
+    "service": "hydra=hydra-core omegaconf yaml=pyyaml ray mlflow rich matplotlib psutil",
+    "asr": "kaldi_native_fbank=kaldi-native-fbank kaldi_decoder=kaldi-decoder kaldifst kaldialign "
+           "scipy webrtcvad=webrtcvad-wheels",
+    "synth": "espeakng_loader=espeakng-loader", "onnx": "onnx onnxscript onnxruntime", "trackers": "tensorboard wandb"}
+_ROOM = "make room on its disk, or choose a folder on another disk (of a run: output_dir=PATH)"
+_RIGHTS = "fix its permissions, or work on a copy that can be written"
+_DISK = {errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EROFS: _RIGHTS, errno.EACCES: _RIGHTS,
+         errno.EPERM: _RIGHTS, errno.EIO: "the disk fails; restore the file elsewhere",
+         errno.ENOENT: "restore it, or correct the path",
+         errno.ENAMETOOLONG: "choose a shorter name", errno.ENOTDIR: "correct the path",
+         errno.EISDIR: "correct the path", errno.ELOOP: "correct the link"}
 
-# Errors -------------------------------------------------------------------------------------------
 
-
-def _ignore(_error: BaseException) -> None:
-    pass
+class OutOfMemory(NgsgdError):
+    """The operating system or the allocator had no memory left."""
 
 
 def run_guarded(action: Callable[[], int], *, debug: bool = False,
-                on_error: Callable[[BaseException], None] = _ignore) -> int:
+                on_error: Callable[[BaseException], None] = lambda _error: None) -> int:
     """Run an action and return its exit code; errors become messages on stderr.
 
     `on_error` receives the typed error, or the exception itself if it is of no known kind.
@@ -55,10 +45,10 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False,
         return action()
     except SystemExit as end:
         # argparse's --help, or Hydra's own way of ending
-        return end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_RUN_FAILED
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else EXIT_RUN_FAILED
     except KeyboardInterrupt:
         _say(["interrupted."])
-        return EXIT_INTERRUPTED
+        return errors.EXIT_INTERRUPTED
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -116,8 +106,8 @@ def report_lost_output(error: OSError) -> int:
     """Report that the standard output cannot be written, and drop the rest of it."""
     SCREEN.close()
     drop(sys.stdout)
-    _say([f"the standard output cannot be written ({error.strerror or error}); give the output of the command another place. "
-          "No run is affected."])
+    _say([f"the standard output cannot be written ({error.strerror or error}); give the output of "
+          "the command another place. No run is affected."])
     return EXIT_RUN_FAILED
 
 
@@ -125,41 +115,27 @@ def _as_ngsgd_error(error: Exception) -> NgsgdError | None:
     """Convert an exception into a typed error; None for a bug."""
     if isinstance(error, NgsgdError):
         return error
-    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if missing in _EXTRAS:
-        return MissingExtraError(*_EXTRAS[missing], "This command")
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        for extra, packages in _EXTRAS.items():
+            for name, _, package in (one.partition("=") for one in packages.split()):
+                if name == missing:
+                    return errors.MissingExtraError(package or name, extra, "This command")
+    if isinstance(error, OSError) and error.errno in _DISK:
+        path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+        in_run = bool(path) and any((folder / "config.yaml").is_file() for folder in Path(path).absolute().parents)
+        kind = errors.CheckpointError if in_run else DataError
+        return kind(f"{path or 'a file'} cannot be used ({error.strerror or error}); {_DISK[error.errno]}.")
     if isinstance(error, OSError):
-        return _of_disk(error)
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return OutOfMemory(f"the memory of this machine was not enough ({_first_line(error) or 'MemoryError'}); use fewer "
-                           "cluster.num_workers, a smaller model or smaller egs., or a larger machine.")
-    if isinstance(error, RecursionError):
-        return DataError(f"a file is nested too deeply to be read ({_first_line(error)}); it is damaged or not of ngsgd: restore "
-                         "it. --debug shows which.")
-    return None
-
-
-class OutOfMemory(NgsgdError):
-    """The operating system or the allocator had no memory left."""
-
-
-def _of_disk(error: OSError) -> NgsgdError | None:
-    """Explain an error of the disk; None for network errors and others."""
-    said = _DISK.get(error.errno or 0)
-    if said is None:
+        # of the network, and others
         return None
-    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
-    in_run = any((folder / "config.yaml").is_file() for folder in Path(path).absolute().parents) if path else False
-    kind = CheckpointError if in_run else DataError
-    return kind(f"{path or 'a file'} cannot be used ({error.strerror or error}); {said}.")
-
-
-_ROOM = "make room on its disk, or choose a folder on another disk (of a run: output_dir=PATH)"
-_RIGHTS = "fix its permissions, or work on a copy that can be written"
-_DISK = {errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EROFS: _RIGHTS, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS,
-         errno.EIO: "the disk fails; restore the file elsewhere", errno.ENOENT: "restore it, or correct the path",
-         errno.ENAMETOOLONG: "choose a shorter name", errno.ENOTDIR: "correct the path", errno.EISDIR: "correct the path",
-         errno.ELOOP: "correct the link"}
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return OutOfMemory(f"the memory of this machine was not enough ({_first_line(error)}); use "
+                           "fewer cluster.num_workers, a smaller model or smaller egs., or a larger machine.")
+    if isinstance(error, RecursionError):
+        return DataError(f"a file is nested too deeply to be read ({_first_line(error)}); it is "
+                         "damaged or not of ngsgd: restore it. --debug shows which.")
+    return None
 
 
 def _first_line(error: Exception) -> str:

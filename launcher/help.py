@@ -1,7 +1,4 @@
-"""The texts of `--help`, from conf/ and the metadata of the options, without Hydra.
-
-Functions import the options themselves: the help and the completion of most commands need none.
-"""
+"""The texts of `--help`, from conf/ and the metadata of the options, without Hydra."""
 
 from __future__ import annotations
 
@@ -71,7 +68,6 @@ _WIDEST = 100
 
 
 def top() -> str:
-    """Return the help of `ngsgd`."""
     groups = []
     for group in GROUPS:
         about = {one.name: one.about for one in COMMANDS if one.group == group}
@@ -81,21 +77,23 @@ def top() -> str:
 
 
 def train(group: str, flags: Mapping[str, str]) -> str:
-    """Return the help of `ngsgd train`, or that of a group or section of settings.
-
-    Args:
-        group: the name of a group or section; empty for the help of the command.
-        flags: description by flag.
+    """Return the help of `ngsgd train`, or of a group or section of settings if one is named.
 
     Raises:
         ConfigError: there is no such group or section.
     """
     if group:
         return _of_group(group)
+    from ngsgd.config import RunConfig
     from ngsgd.launcher.config import compose, describe
+    from ngsgd.launcher.config.sources import conf_dir
 
     about = {one.path: one for one in describe.options()}
-    defaults = _default_choices()
+    # the defaults list; a YAML parser would double the time of --help
+    text = (conf_dir() / "ngsgd.yaml").read_text()
+    defaults = dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
+    for name in [name for name, choice in defaults.items() if choice == "null"]:
+        defaults[name] = getattr(getattr(RunConfig(), name, None), "kind", "none")
     groups = {f"{group}=": f"{' | '.join(choices)}  (default {defaults.get(group, '-')})"
               for group, choices in compose.groups().items()}
     # without the defaults of single kinds
@@ -137,14 +135,3 @@ def _rows(entries: Mapping[str, str], indent: int) -> list[str]:
         lines.append(f"{start:{indent}}  {wrapped[0]}".rstrip())
         lines += [f"{'':{indent}}  {line}" for line in wrapped[1:]]
     return lines
-
-
-def _default_choices() -> dict[str, str]:
-    """The defaults list of conf/config.yaml; a YAML parser would double the time of --help."""
-    from ngsgd.config import RunConfig
-    from ngsgd.launcher.config import compose
-
-    text = (compose.conf_dir() / "config.yaml").read_text()
-    found = dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
-    kinds = {group: getattr(getattr(RunConfig(), group, None), "kind", "none") for group in found}
-    return {group: kinds[group] if choice == "null" else choice for group, choice in found.items()}

@@ -23,11 +23,9 @@ class Command:
     takes: str = ""
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run it with the words behind its name; return the exit code."""
         module, _, function = (self.target or f"commands.{self.name}:command").partition(":")
-        code: int = getattr(importlib.import_module(f"ngsgd.launcher.{module}"), function)(
-            arguments
-        )
+        home = importlib.import_module(f"ngsgd.launcher.{module}")
+        code: int = getattr(home, function)(arguments)
         return code
 
 
@@ -35,143 +33,37 @@ _TRAIN, _USE, _INSPECT = "Train", "Use a model", "Inspect"
 _CLUSTER, _EXCHANGE, _SHELL = "Cluster", "Exchange", "Shell"
 # in the order of the help
 COMMANDS = (
-    Command(
-        "train",
-        _TRAIN,
-        "train an acoustic model, decode the test set and print the WER",
-        "commands.hydra_app:train",
-        takes="settings",
-    ),
-    Command(
-        "resume",
-        _TRAIN,
-        "continue an interrupted run from its last checkpoint",
-        "commands.hydra_app:resume",
-        takes="runs",
-    ),
-    Command(
-        "stop",
-        _TRAIN,
-        "stop a run or a Ray job after its current outer iteration",
-        "commands.cluster.jobs:stop",
-        takes="runs",
-    ),
-    Command(
-        "tune",
-        _TRAIN,
-        "learn learning rates, l2 and momentum by gradient on a short proxy run",
-        takes="settings",
-    ),
-    Command(
-        "align",
-        _TRAIN,
-        "compute the HMM state of every frame from transcripts (flat start)",
-        takes="settings",
-    ),
-    Command(
-        "transcribe",
-        _USE,
-        "recognize recordings or live audio: text, JSON, CTM or captions",
-        takes="runs",
-    ),
-    Command(
-        "decode",
-        _USE,
-        "compute the WER on the test set or on other data",
-        "commands.decode:decode",
-        takes="runs",
-    ),
-    Command(
-        "evaluate",
-        _USE,
-        "compute objective and frame accuracy, without decoding",
-        "commands.decode:evaluate",
-        takes="runs",
-    ),
-    Command(
-        "status",
-        _INSPECT,
-        "list runs, or Ray jobs, with state and WER",
-        "commands.cluster.jobs:status",
-        takes="runs",
-    ),
-    Command(
-        "why",
-        _INSPECT,
-        "name the cause of a failure, whether a retry can help, and the next command",
-        takes="runs",
-    ),
-    Command(
-        "verify",
-        _INSPECT,
-        "repeat jobs of a run and compare them with the results that it counted",
-        takes="runs",
-    ),
-    Command(
-        "logs",
-        _INSPECT,
-        "print or follow the log of a run or a Ray job",
-        "commands.cluster.jobs:logs",
-        takes="runs",
-    ),
+    Command("train", _TRAIN, "train an acoustic model, decode the test set and print the WER",
+            "commands.hydra_app:train", "settings"),
+    Command("resume", _TRAIN, "continue an interrupted run from its last checkpoint", "commands.hydra_app:resume", "runs"),
+    Command("stop", _TRAIN, "stop a run or a Ray job after its current outer iteration",
+            "commands.cluster.jobs:stop", "runs"),
+    Command("tune", _TRAIN, "learn learning rates, l2 and momentum by gradient on a short proxy run", takes="settings"),
+    Command("align", _TRAIN, "compute the HMM state of every frame from transcripts (flat start)", takes="settings"),
+    Command("transcribe", _USE, "recognize recordings or live audio: text, JSON, CTM or captions", takes="runs"),
+    Command("decode", _USE, "compute the WER on the test set or on other data", "commands.decode:decode", "runs"),
+    Command("evaluate", _USE, "compute objective and frame accuracy, without decoding", "commands.decode:evaluate", "runs"),
+    Command("status", _INSPECT, "list runs, or Ray jobs, with state and WER", "commands.cluster.jobs:status", "runs"),
+    Command("why", _INSPECT, "name the cause of a failure, whether a retry can help, and the next command", takes="runs"),
+    Command("verify", _INSPECT, "repeat jobs of a run and compare them with the results that it counted", takes="runs"),
+    Command("logs", _INSPECT, "print or follow the log of a run or a Ray job", "commands.cluster.jobs:logs", "runs"),
     Command("report", _INSPECT, "write an HTML report about a run", takes="runs"),
     Command("compare", _INSPECT, "write an HTML comparison of several runs", takes="runs"),
     Command("ui", _INSPECT, "open the MLflow dashboard"),
-    Command(
-        "info",
-        _INSPECT,
-        "show the state of a run, an archive of examples, or installed versions",
-        takes="runs",
-    ),
-    Command("settings", _INSPECT, "search the settings of ngsgd train"),
-    Command(
-        "submit",
-        _CLUSTER,
-        "train on a Ray, Slurm or Kubernetes cluster",
-        "commands.cluster.submit:command",
-        takes="settings",
-    ),
-    Command(
-        "doctor",
-        _CLUSTER,
-        "check this machine or a cluster and suggest fixes",
-        "commands.cluster.doctor:command",
-        takes="settings",
-    ),
-    Command(
-        "plan",
-        _CLUSTER,
-        "measure this machine and predict training time on 1 to 1000 workers",
-        "commands.cluster.plan:command",
-        takes="settings",
-    ),
-    Command(
-        "simulate",
-        _CLUSTER,
-        "train on simulated workers with a virtual clock and failures",
-        "commands.cluster.simulate:command",
-        takes="settings",
-    ),
-    Command(
-        "export",
-        _EXCHANGE,
-        "write a model for Kaldi, ONNX, torch.export, sherpa-onnx or Hugging Face",
-        "commands.kaldi:export",
-        takes="runs",
-    ),
-    Command(
-        "import",
-        _EXCHANGE,
-        "convert a Kaldi nnet3 model, as a start for training (init_model=)",
-        "commands.kaldi:import_",
-    ),
-    Command(
-        "completion",
-        _SHELL,
-        "print the completion script of bash, zsh or fish",
-        "completion:command",
-    ),
-)
+    Command("info", _INSPECT, "show the state of a run, an archive of examples, or installed versions", takes="runs"),
+    Command("settings", _INSPECT, "search the settings of ngsgd train", "commands.info:settings"),
+    Command("submit", _CLUSTER, "train on a Ray, Slurm or Kubernetes cluster", "commands.cluster.submit:command", "settings"),
+    Command("doctor", _CLUSTER, "check this machine or a cluster and suggest fixes",
+            "commands.cluster.doctor:command", "settings"),
+    Command("plan", _CLUSTER, "measure this machine and predict training time on 1 to 1000 workers",
+            "commands.cluster.plan:command", "settings"),
+    Command("simulate", _CLUSTER, "train on simulated workers with a virtual clock and failures",
+            "commands.cluster.simulate:command", "settings"),
+    Command("export", _EXCHANGE, "write a model for Kaldi, ONNX, torch.export, sherpa-onnx or "
+            "Hugging Face", "commands.kaldi:export", "runs"),
+    Command("import", _EXCHANGE, "convert a Kaldi nnet3 model, as a start for training "
+            "(init_model=)", "commands.kaldi:import_"),
+    Command("completion", _SHELL, "print the completion script of bash, zsh or fish", "completion:command"))
 GROUPS = tuple(dict.fromkeys(command.group for command in COMMANDS))
 
 
@@ -185,9 +77,6 @@ def find(name: str) -> Command:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = (
-        f"Did you mean ngsgd {near[0]}?"
-        if near
-        else (f"Choose one of {', '.join(known)}; see ngsgd --help.")
-    )
+    choose = f"Choose one of {', '.join(known)}; see ngsgd --help."
+    hint = f"Did you mean ngsgd {near[0]}?" if near else choose
     raise ConfigError(f"{name!r} is not a command. {hint}")

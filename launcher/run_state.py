@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ngsgd import process_identity
 from ngsgd.config import TaskConfig
-from ngsgd.files import read_json, read_regular_text, unsealed
+from ngsgd.files import read_json, unsealed
 from ngsgd.runs import stored_run
 from ngsgd.runs.run_folder import RunFolder, resume_command
-from ngsgd.runs.yaml_text import load_yaml
 from ngsgd.training.storage.event_log import newest_events
 from ngsgd.training.storage.lock import holder_of
 from ngsgd.word_errors import WordErrors
+from ngsgd.yaml_text import read_entry
 
 # MLflow's state of a run -> that of a Ray job
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
@@ -34,25 +33,26 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     folder = RunFolder(run_dir)
     log = _LogEnd.of(folder.events)
     last, end = log.outer_iteration, log.finished
-    valid, task = last.get("valid", {}), _task_of(folder)
+    valid = last.get("valid", {})
+    target = read_entry(folder.config, "task", "_target_")
+    task = TaskConfig(_target_=target if isinstance(target, str) else "")
     # `ngsgd why` reads the rest of it
     error = folder.last_error()
     errors = WordErrors.of_json(end["test_errors"]) if end.get("test_errors") else None
     return {
-        "run": folder.address, "state": _state(folder, log), "process": _process(folder),
-        "silent_s": _silent_s(folder),
-        "outer_iter": last["outer_iter"] + 1 if last else 0,
-        "num_outer_iters": last.get("num_outer_iters"),
+        "run": folder.address, "state": _state(folder, log), "process": _process(folder), "silent_s": _silent_s(folder),
+        "outer_iter": last["outer_iter"] + 1 if last else 0, "num_outer_iters": last.get("num_outer_iters"),
         "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"),
         "frames_processed": last.get("frames_processed", 0),
         "metrics": end.get("metrics") or None, "is_speech": not task._target_,
-        "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"),
-        "left_s": last.get("left_s"),
+        "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
         "wer": str(errors) if errors else None, "wer_percent": errors.wer if errors else None,
-        "fingerprint": _fingerprint(folder),
+        # the module that compares fingerprints imports torch
+        "fingerprint": _stored(lambda: dict(unsealed("fingerprint", read_json(folder.fingerprint))
+                                            ["history"][-1]["fingerprint"])),
         "error": {name: error[name] for name in ("exit_code", "message")} if error else None,
         "resume": resume_command(task, run_dir),
-        "is_finished": bool(end), "examples": _examples_of(folder),
+        "is_finished": bool(end), "examples": _stored(lambda: str(read_json(folder.data)["egs"])),
         "num_incidents": log.num_incidents, "incidents": log.incidents[::-1],
         # those of a long log are counted in its end only
         "incidents_since_outer_iter": log.since}
@@ -92,27 +92,13 @@ class _LogEnd:
         return found
 
 
-def _task_of(folder: RunFolder) -> TaskConfig:
-    """The custom task of a run; the rest of config.yaml, which is long, is not parsed."""
-    import yaml
-
-    try:
-        _, _, rest = f"\n{read_regular_text(folder.config)}".partition("\ntask:\n")
-        section = itertools.takewhile(lambda line: line.startswith(" "), rest.splitlines())
-        found = load_yaml("\n".join(section)) or {}
-        return TaskConfig(_target_=str(found["_target_"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-        return TaskConfig()
-
-
 def _state(folder: RunFolder, log: _LogEnd) -> str:
     """The state in Ray's terms; LOST: the process ended without a final event; UNKNOWN: unclear."""
     process = _process(folder)
     if process_identity.is_alive(process):
         return "RUNNING" if log.has_begun else "PENDING"
     if not log.newest:
-        return ("UNKNOWN"
-                if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
+        return ("UNKNOWN" if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
     status = log.newest.get("status")
     if status in _STATES:
         return _STATES[status]
@@ -125,7 +111,6 @@ def _state(folder: RunFolder, log: _LogEnd) -> str:
 
 
 def _process(folder: RunFolder) -> dict[str, Any]:
-    """The identity of the process that trains; empty if there is none."""
     held = holder_of(folder.lock)
     if held and held.get("purpose") != "decode":
         return _as_identity(held.get("holder"))
@@ -150,8 +135,7 @@ def is_elsewhere(process: Mapping[str, Any]) -> bool:
     if process["host"] != socket.gethostname():
         return True
     # a container on this machine; a process of another boot has ended
-    return (process_identity.is_complete(process)
-            and process["boot_id"] == process_identity.current()["boot_id"]
+    return (process_identity.is_complete(process) and process["boot_id"] == process_identity.current()["boot_id"]
             and not process_identity.is_here(process))
 
 
@@ -170,18 +154,9 @@ def _silent_s(folder: RunFolder) -> float:
     return max(0.0, time.time() - folder.events.stat().st_mtime) if folder.events.is_file() else 0.0
 
 
-def _examples_of(folder: RunFolder) -> str | None:
+def _stored(read: Callable[[], Any]) -> Any:
     try:
-        return str(read_json(folder.data)["egs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # the run has not started
-        return None
-
-
-def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
-    """The stored numeric fingerprint; the module that compares it imports torch."""
-    try:
-        return dict(unsealed("fingerprint", read_json(folder.fingerprint))["history"][-1]["fingerprint"])
+        return read()
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         # the run has not started, or the file is damaged
         return None

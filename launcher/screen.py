@@ -1,6 +1,6 @@
-"""The terminal of this process: permanent lines, and below them one status line that is rewritten.
+"""The terminal of this process: permanent lines, and below them one status line.
 
-Without a terminal there is no status line and no control code, and every phase is a plain line.
+Without a terminal there is no control code, and every phase is a plain line.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ Status = Callable[[int], str]
 
 
 class Screen:
-    """Writes to one stream, by default to whatever sys.stdout is at that time.
-
-    Args:
-        stream: where to write; None is sys.stdout.
-    """
+    """Writes to one stream, by default to whatever sys.stdout is at that time."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._given = stream
@@ -54,25 +50,23 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Columns for a line."""
         return int(_console(self._stream).width) if self.is_terminal else _LOG_WIDTH
 
     def line(self, text: str, style: str = "", *, wraps: bool = True) -> None:
-        """Write a permanent line.
-
-        Args:
-            text: what to write; control characters are escaped and passwords masked.
-            style: color on a terminal, as rich names it.
-            wraps: wrap the words at the width of the terminal.
-        """
+        """Write a permanent line; control characters are escaped and passwords masked."""
         text = printable(masked(text))
         if self.is_terminal:
-            self._safely(lambda: self._print(text, style, wraps=wraps))
+            from rich.text import Text
+
+            def write() -> None:
+                console = self._live.console if self._live else _console(self._stream)
+                # a path too long for a line is left to the terminal, to copy it in one piece
+                console.print(Text(text, style, overflow="ignore", no_wrap=not wraps), crop=False)
+            self._safely(write)
         else:
             self._safely(lambda: print(text, file=self._stream, flush=True))
 
     def rule(self, title: str = "") -> None:
-        """Write a horizontal line on a terminal."""
         if self.is_terminal:
             dash, width = "─" if self._has_unicode else "-", min(self.width, 80)
             head = f"{2 * dash} {title} " if title else ""
@@ -117,21 +111,13 @@ class Screen:
         return "utf" in (getattr(self._stream, "encoding", None) or "utf-8").lower()
 
     def _safely(self, write: Callable[[], object]) -> None:
-        """Write, unless nobody reads any more (`| head`): training continues without being watched.
-        """
+        """Write, unless nobody reads any more (`| head`): training continues."""
         with self._lock:
             try:
                 if not self._is_gone:
                     write()
             except (OSError, ValueError):
                 self._is_gone = True
-
-    def _print(self, text: str, style: str, *, wraps: bool) -> None:
-        from rich.text import Text
-
-        console = self._live.console if self._live else _console(self._stream)
-        # a path that is too long for a line is left to the terminal, which copies it in one piece
-        console.print(Text(text, style, overflow="ignore", no_wrap=not wraps), crop=False)
 
     def _show(self, status: Status) -> None:
         from rich.live import Live

@@ -1,6 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP (a closed terminal): the first one requests a stop after the outer
-iteration, the second one or a timeout stops at once.
-"""
+"""Ctrl-C, SIGTERM and SIGHUP: the first requests a stop, the second or a timeout stops at once."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
-
-from ngsgd.errors import EXIT_INTERRUPTED
 
 
 class SignalStop:
@@ -45,42 +41,10 @@ class SignalStop:
                              f"{self.grace_s:g} s; a second signal stops at once.")
 
 
-class StopFlag:
-    """A stop request, set by a signal, for work in short steps; the second signal ends the process.
-
-    Production code that the steps run may take a KeyboardInterrupt as a request to itself.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_set:
-            os._exit(EXIT_INTERRUPTED)
-        self._is_set = True
-
-
 @contextmanager
-def signals_to(stop: SignalStop | StopFlag) -> Iterator[None]:
+def signals_to(stop: SignalStop) -> Iterator[None]:
     """Route SIGINT, SIGTERM and SIGHUP to `stop` while the block runs."""
-    with _handled_by(stop.handle):
-        yield
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT, SIGTERM and SIGHUP while the block runs; processes that it starts always do.
-    """
-    with _handled_by(signal.SIG_IGN):
-        yield
-
-
-@contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, *_requests())}
+    old = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, *_requests())}
     try:
         yield
     finally:
@@ -96,11 +60,9 @@ def _requests() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[Callable[[], None]]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP while the block runs, in the main thread of
-    this process.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP while the block runs.
 
-    Yields:
-        A function that sets the handler again, for after a library has replaced it.
+    Yields a function that sets the handler again, for after a library has replaced it.
     """
     owner = os.getpid()
 

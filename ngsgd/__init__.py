@@ -36,16 +36,12 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.api import load, train
     from ngsgd.preconditioners.online import OnlineNaturalGradient
 
-_HOME_OF = {
-    "NGSGD": "ngsgd.optim.ngsgd",
-    "NaturalMuon": "ngsgd.optim.natural_muon",
-    "OnlineNaturalGradient": "ngsgd.preconditioners.online",
-    "LocalSGD": "ngsgd.cluster.local_sgd",
-    "average_parameters": "ngsgd.ops.averaging",
-    "load": "ngsgd.pipeline.api",
-    "precondition_simple": "ngsgd.ops.simple_natural_gradient",
-    "train": "ngsgd.pipeline.api",
-}
+_HOME_OF = {"NGSGD": "ngsgd.optim.ngsgd", "NaturalMuon": "ngsgd.optim.natural_muon",
+            "OnlineNaturalGradient": "ngsgd.preconditioners.online",
+            "LocalSGD": "ngsgd.cluster.local_sgd", "average_parameters": "ngsgd.ops.averaging",
+            "load": "ngsgd.pipeline.api",
+            "precondition_simple": "ngsgd.ops.simple_natural_gradient",
+            "train": "ngsgd.pipeline.api"}
 
 _MODULES = ("asr", "cluster", "config", "curvature", "data", "exports", "hypergrad", "models", "object_storage", "ops", "optim",
             "pipeline", "planning", "preconditioners", "runs", "sequence", "tasks", "training")

@@ -1,10 +1,6 @@
 """Checks of the types of arguments against the annotations of public constructors, and of states.
 
-    @checks_arguments()
-    def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0) -> None: ...
-
-A number that is given as a string then raises ArgumentError with its name, whichever constructor it
-is given to. Ranges and choices are checked by the constructors.
+Ranges and choices are checked by the constructors.
 """
 
 from __future__ import annotations

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """A number and its noun, which agree.
-
-    Args:
-        number: how many.
-        one: the noun in the singular, or with the verb that follows it.
-        many: the same for other numbers; empty: `one` with an s.
+    """A number and its noun, which agree; `many` is the plural if that is not `one` with an s.
 
     Example:
         >>> counted(1, "worker"), counted(2, "worker"), counted(0, "file is", "files are")

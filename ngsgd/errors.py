@@ -1,7 +1,6 @@
 """Errors that users can act on, and their exit codes.
 
-Every message states the problem, its location, and the next step. `assert` is reserved for
-conditions that only a bug of ngsgd can violate.
+Every message states the problem, its location, and the next step.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ EXIT_BROKEN_PIPE = 141
 EXIT_CODES = {
     EXIT_OK: "success", EXIT_RUN_FAILED: "failure", 2: "wrong command line or settings", 3: "data", 4: "divergence",
     5: "cluster", 6: "checkpoint or run folder", 7: "object storage", EXIT_INTERRUPTED: "interrupted",
-    EXIT_BROKEN_PIPE: "the reader of a pipe ended",
-}
+    EXIT_BROKEN_PIPE: "the reader of a pipe ended"}
 
 
 class FailureKind(StrEnum):
@@ -45,8 +43,7 @@ class FailureKind(StrEnum):
     EXITED = "exited"
     HUNG = "hung"
     FORK_SERVER = "fork server"
-    # Ray does not report how
-    ENDED = "ended"
+    ENDED = "ended"  # Ray does not report how
     NODE = "node"
     HEAD = "Ray head"                        # of the cluster: none answers
 
@@ -64,13 +61,7 @@ def failure_kind(name: str, message: str) -> FailureKind:
 
 
 class NgsgdWarning(UserWarning):
-    """A warning of this package, for filters.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", NgsgdWarning)
-    """
+    """A warning of this package, for filters."""
 
 
 class NgsgdError(Exception):
@@ -138,9 +129,7 @@ class DivergenceError(NgsgdError):
 class ReversalError(NgsgdError):
     """Training could not be reversed bitwise.
 
-    Attributes:
-        step: the first step, from 1, at which the difference was detected.
-        why: the reason.
+    `step`, from 1, is the first with a difference, and `why` the reason.
     """
 
     def __init__(self, step: int, why: str) -> None:
@@ -153,8 +142,7 @@ class ReversalError(NgsgdError):
 class ClusterError(NgsgdError):
     """Workers could not be started, or too few of them are alive.
 
-    Attributes:
-        failure: how the last worker failed, where that is the cause.
+    `failure` is how the last worker failed, where that is the cause.
     """
 
     exit_code = 5
@@ -213,8 +201,7 @@ class RunLockedError(CheckpointError):
 class ObjectStorageError(NgsgdError):
     """An object of a bucket cannot be read or written; repeating the request did not help.
 
-    Attributes:
-        is_denied: the credentials are missing, wrong or expired.
+    `is_denied`: the credentials are missing, wrong or expired.
     """
 
     exit_code = 7
@@ -237,9 +224,6 @@ class RunInterrupted(NgsgdError):
     """The user or the cluster asked the run to stop; the last checkpoint is complete."""
 
     exit_code = EXIT_INTERRUPTED
-
-
-# Warnings -----------------------------------------------------------------------------------------
 
 
 def warn(message: str) -> None:

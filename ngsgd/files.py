@@ -124,9 +124,7 @@ def _replace(temporary: Path, final: Path) -> None:
 def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
     """Provide a directory next to `final` that `place` renames."""
     make_directories(final.parent)
-    temporary = _temporary_name(final)
-    temporary.mkdir()
-    owned = _own(temporary)
+    temporary, owned = _temporary(final, Path.mkdir)
     try:
         with write_errors_named(final):
             yield temporary
@@ -158,9 +156,7 @@ def new_file(final: Path, mode: int = 0o666) -> Iterator[Path]:
 
     The file has the permissions `mode` before the umask.
     """
-    temporary = _temporary_name(final)
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
-    owned = _own(temporary)
+    temporary, owned = _temporary(final, lambda path: os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)))
     try:
         with write_errors_named(final):
             yield temporary
@@ -174,17 +170,23 @@ def new_file(final: Path, mode: int = 0o666) -> Iterator[Path]:
         os.close(owned)
 
 
-def _temporary_name(final: Path) -> Path:
-    return final.with_name(f".{final.name[:200]}.{uuid.uuid4().hex[:8]}.tmp")
-
-
-def _own(temporary: Path) -> int:
-    """Lock a temporary file or directory while its writer lives; return the locked descriptor."""
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-    # a file system without locks loses only the automatic removal
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
+def _temporary(final: Path, make: Callable[[Path], object]) -> tuple[Path, int]:
+    """Make a temporary file or directory; return it and a descriptor that locks it while open."""
+    while True:
+        temporary = final.with_name(f".{final.name[:200]}.{uuid.uuid4().hex[:8]}.tmp")
+        make(temporary)
+        # until it is locked, `remove_abandoned` of another process may take or remove it
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+            is_taken = False
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # a file system without locks loses only the automatic removal
+                is_taken = isinstance(error, BlockingIOError)
+            if not is_taken and temporary.exists():
+                return temporary, descriptor
+            os.close(descriptor)
 
 
 def remove_abandoned(directory: Path) -> None:
@@ -332,8 +334,6 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-# Untrusted files: bounded, regular, and checked ---------------------------------------------------
-
 # default limit of a file that is read into memory at once
 MAX_TEXT_BYTES = 256 << 20
 # a record of an outer iteration has about 1 kB for each job
@@ -344,7 +344,7 @@ _BLOCK_BYTES = 1 << 16
 DIGEST, FORMAT = "sha256_of_index", "format"
 # Index -> number of its format. Increase it when the entries or their meaning change: no file of
 # another format is read.
-FORMATS = {"archives": 2, "arrays": 1, "bundle": 1, "checkpoint": 3, "copies": 1, "corpus": 1, "error": 1,
+FORMATS = {"archives": 2, "arrays": 1, "bundle": 1, "checkpoint": 4, "copies": 1, "corpus": 1, "error": 1,
            "final model": 1, "fingerprint": 1, "i-vectors": 1, "lease": 1, "ledger": 1,
            "prepared data": 1, "results": 1, "sequences": 1, "site": 1, "stored run": 1}
 

@@ -1,20 +1,17 @@
-"""Options and commands in messages, as the interface in use names them.
-
-A message that the command line and Python can raise names an option with `option`, and the next
-step for a run with `resume`.
-"""
+"""Options and commands in messages, as the interface in use, command line or Python, names them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-# config.yaml of a run whose task is an object or a function of a Python program
-_TASK = re.compile(r"^task:\n  _target_: [\"']?python:([^\"'\n]*)", re.MULTILINE)
+from ngsgd.yaml_text import read_entry
+
+# begins task._target_ of a run whose task is an object or a function of a Python program
+_FROM_PYTHON = "python:"
 # whether the launcher of the command line runs, by nesting
 _command_lines: list[bool] = []
 
@@ -39,8 +36,7 @@ def option(flag: str, value: str = "True", python: str = "") -> str:
 
     Args:
         flag: its name on the command line, without dashes.
-        value: the value. Default: "True", for which the command line has the flag alone; "" names
-            the option without a value.
+        value: "True" gives the flag alone on the command line, and "" the option without a value.
         python: the name in Python. Default: "", the flag with underscores.
 
     Example:
@@ -60,8 +56,7 @@ def resume(run: Path | str, task: str | None = None, **flags: bool) -> str:
 
     Args:
         run: its folder or URL.
-        task: name of the task of a Python program; "" if the run has none. Default: None, the one
-            in config.yaml.
+        task: name of the task of a Python program; "" for none, None for that in config.yaml.
         **flags: arguments in Python, which are flags of `ngsgd resume`, and whether to give them.
 
     Example:
@@ -71,10 +66,9 @@ def resume(run: Path | str, task: str | None = None, **flags: bool) -> str:
         'ngsgd resume runs/a --trust'
     """
     if task is None:
-        task = ""
-        with contextlib.suppress(OSError, ValueError):
-            if found := _TASK.search((Path(run) / "config.yaml").read_text(encoding="utf-8")):
-                task = found[1]
+        target = read_entry(Path(run) / "config.yaml", "task", "_target_")
+        is_from_python = isinstance(target, str) and target.startswith(_FROM_PYTHON)
+        task = target.removeprefix(_FROM_PYTHON) if is_from_python else ""
     given = [name for name, is_given in flags.items() if is_given]
     if not task:
         return " ".join(["ngsgd resume", shlex.quote(str(run)), *(f"--{name.replace('_', '-')}" for name in given)])

@@ -17,8 +17,7 @@ _QUERY = re.compile(r"([?&;][^=&;?\s\"'<>]*=)[^&;\s\"'<>#]+")
 _SENSITIVE = re.compile(r"passw|pwd|secret|token|key|sig|auth|credential", re.IGNORECASE)
 _REST = (
     (re.compile(r"\b((?:password|passwd|pwd|secret|token|api_?key)=)[^&;,\s\"'<>*]+", re.IGNORECASE), rf"\g<1>{MASK}"),
-    (re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=\-]{8,}"), rf"\g<1> {MASK}"),
-)
+    (re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=\-]{8,}"), rf"\g<1> {MASK}"))
 _VARIABLES = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "RAY_AUTH_TOKEN")
 # A shorter password occurs in too many words.
 _SHORTEST = 6

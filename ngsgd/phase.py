@@ -16,9 +16,6 @@ class Phase(str):
 
     A `report` callback receives it like any other line. A terminal shows it with the time that it
     has taken so far.
-
-    Example:
-        report(Phase("decoding the test set"))
     """
 
     __slots__ = ()
@@ -32,9 +29,6 @@ class Progress:
         name: of the step.
         total: number of items. Default: 0, for an unknown number.
         unit: noun of an item, in the plural. Default: "utterances".
-
-    Example:
-        for speech in Progress(report, "decoding the test set", len(test)).each(test): ...
     """
 
     def __init__(self, report: Callable[[str], None], name: str, total: int = 0, unit: str = "utterances") -> None:

@@ -1,10 +1,8 @@
 """The identity of a process, for files and signals.
 
-A process id alone is not sufficient, because ids are reused and a file can contain any id. An
-identity is a JSON mapping. It matches a process only if the id, the start time, the boot, the host,
-the process namespace and the user are all equal, so that signals reach only the intended process.
-Start time and boot come from /proc of Linux. Without it no process can be identified, and no signal
-is sent.
+Process ids are reused, and a file can contain any id. An identity therefore matches only if also
+start time, boot, host, process namespace and user are equal. Without /proc of Linux no process can
+be identified, and no signal is sent.
 """
 
 from __future__ import annotations
@@ -49,8 +47,14 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
         return False
     process_id = identity["process_id"]
     state, start_time = state_and_start_time(process_id)
-    return (start_time is not None and state not in _DEAD and start_time == identity["start_time"]
-            and _user_of(process_id) == identity["user"])
+    if start_time is None or state in _DEAD or start_time != identity["start_time"]:
+        return False
+    try:
+        status = (PROC / str(process_id) / "status").read_text(encoding="utf-8", errors="replace")
+        [user] = [int(line.split()[1]) for line in status.splitlines() if line.startswith("Uid:")]
+        return bool(user == identity["user"])
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
@@ -100,21 +104,11 @@ def state_and_start_time(process_id: int) -> tuple[str, int | None]:
     """State letter and start time in clock ticks since boot; ("", None) if unknown."""
     try:
         text = (PROC / str(process_id) / "stat").read_text(encoding="utf-8", errors="replace")
-        # the second field is the command name in parentheses, which may contain spaces and
-        # parentheses
+        # the second field, the command name in parentheses, may contain spaces and parentheses
         fields = text.rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return "", None
-
-
-def _user_of(process_id: int) -> int | None:
-    """The real user id of a process."""
-    try:
-        lines = (PROC / str(process_id) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Uid:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return None
 
 
 def _boot_id() -> str | None:

@@ -1,10 +1,8 @@
 """Schedules of outer iterations: jobs, shards and learning rates, as numbers.
 
 The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py,
-frame_level_objf/common.py). The learning-rate and job rules are section 3 and C.1 of arXiv
-1410.7455. An archive of examples with `frames_per_eg` frames each is read
-`frames_per_eg` times per epoch, one frame of every example at a time; one reading is called a
-*pass*. Dropout schedules use Kaldi's syntax.
+frame_level_objf/common.py), section 3 and C.1 of arXiv 1410.7455. An archive of examples with
+`frames_per_eg` frames each is read as often per epoch; one reading is called a *pass*.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ class Shard:
     """Data of one job: one frame of every example in one archive."""
 
     archive: int  # 0-based
-    # 0-based, within each example
-    frame: int
+    frame: int  # 0-based, within each example
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,9 @@ class OuterIteration:
 
     outer_iter: int
     shards: tuple[Shard, ...]
-    # before this outer iteration
-    passes_done: int
-    # per frame; the learning rate of the averaged model
-    effective_lr: float
-    # of the outer optimizer: the factor by which it compensates averaging
-    gain: float = 1.0
+    passes_done: int  # before this outer iteration
+    effective_lr: float  # per frame; the learning rate of the averaged model
+    gain: float = 1.0  # of the outer optimizer: the factor by which it compensates averaging
 
     @property
     def num_jobs(self) -> int:
@@ -49,11 +43,7 @@ class OuterIteration:
 
     @property
     def lr_factor(self) -> float:
-        """Ratio of the learning rate of a job to the effective one; see `JOB_RATE`.
-
-        Averaging divides the step of a job by num_jobs, and the outer optimizer multiplies it by
-        gain.
-        """
+        """Ratio of the learning rate of a job to the effective one; see `JOB_RATE`."""
         return self.num_jobs / self.gain
 
     @property
@@ -76,10 +66,8 @@ class Schedule:
     num_jobs_step: int = 1
     # Factors of exponential rates, equidistant over the data, with geometric interpolation.
     lr_factors: tuple[float, ...] = (1.0,)
-    # exponential or cosine
-    lr_schedule: str = "exponential"
-    # fraction of the data over which rates rise linearly
-    warm_up: float = 0.0
+    lr_schedule: str = "exponential"  # exponential or cosine
+    warm_up: float = 0.0  # fraction of the data over which rates rise linearly
 
     @property
     def num_passes(self) -> int:
@@ -101,13 +89,22 @@ class Schedule:
     def effective_lr(self, outer_iter: int, passes_done: int) -> float:
         """Return the effective learning rate, which depends on the data processed before.
 
-        Exponential decay times `lr_factors`, or a half cosine; both times the warm-up.
-
-        The last outer iteration uses the final values of the first two.
+        Exponential decay times `lr_factors`, or a half cosine; both times the warm-up. The last
+        outer iteration uses the final values of the first two.
         """
         if outer_iter + 1 >= self.num_outer_iters:
             return self.last_lr
-        return self._decayed_lr(outer_iter, passes_done) * self._warm_up(outer_iter, passes_done)
+        warm_up = self._warm_up(outer_iter, passes_done)
+        if self.lr_schedule == "cosine":
+            share = 0.5 * (1.0 + math.cos(math.pi * passes_done / self.num_passes))
+            return (self.lr_final + (self.lr_initial - self.lr_final) * share) * warm_up
+        decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
+        # of lr_factors, at this fraction of the processed data
+        at = min(max(passes_done / self.num_passes, 0.0), 1.0) * (len(self.lr_factors) - 1)
+        left = min(int(at), len(self.lr_factors) - 1)
+        ratio = self.lr_factors[min(left + 1, len(self.lr_factors) - 1)] / self.lr_factors[left]
+        factor = self.lr_factors[left] * math.exp((at - left) * math.log(ratio))
+        return self.lr_initial * math.exp(passes_done * decay) * factor * warm_up
 
     @property
     def last_lr(self) -> float:
@@ -116,17 +113,6 @@ class Schedule:
         done = sum(self.num_jobs(outer_iter) for outer_iter in range(last)) if self.warm_up else 0
         lr = self.lr_final * (self.lr_factors[-1] if self.lr_schedule == "exponential" else 1.0)
         return lr * self._warm_up(last, done)
-
-    def _decayed_lr(self, outer_iter: int, passes_done: int) -> float:
-        if self.lr_schedule == "cosine":
-            share = 0.5 * (1.0 + math.cos(math.pi * passes_done / self.num_passes))
-            return self.lr_final + (self.lr_initial - self.lr_final) * share
-        decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
-        # of lr_factors, at this fraction of the processed data
-        at = min(max(passes_done / self.num_passes, 0.0), 1.0) * (len(self.lr_factors) - 1)
-        left = min(int(at), len(self.lr_factors) - 1)
-        ratio = self.lr_factors[min(left + 1, len(self.lr_factors) - 1)] / self.lr_factors[left]
-        return self.lr_initial * math.exp(passes_done * decay) * (self.lr_factors[left] * math.exp((at - left) * math.log(ratio)))
 
     def _warm_up(self, outer_iter: int, passes_done: int) -> float:
         """Return the factor of the warm-up in the middle of an outer iteration; it is above 0."""
@@ -147,8 +133,7 @@ class Schedule:
             num_jobs = self.num_jobs(outer_iter)
             if outer_iter >= first:
                 shards = tuple(self.shard(passes_done + job) for job in range(num_jobs))
-                yield OuterIteration(outer_iter, shards, passes_done,
-                                     self.effective_lr(outer_iter, passes_done))
+                yield OuterIteration(outer_iter, shards, passes_done, self.effective_lr(outer_iter, passes_done))
             passes_done += num_jobs
 
 
@@ -157,10 +142,8 @@ class DropoutSchedule:
     """Dropout proportions over a training run, from Kaldi's schedule strings.
 
     "0,0@0.2,0.5@0.5,0" is piecewise linear in the fraction of the processed data: 0 until 0.2, 0.5
-    at 0.5, 0 at the end. The first and the last value apply at 0 and 1; a single value between them
-    without @ applies at 0.5. "0,0.1,0 lstm*=0,0.3,0" sets a separate schedule for components that
-    match a pattern. As in Kaldi, the last matching pattern counts, and a schedule without a pattern
-    matches all.
+    at 0.5, 0 at the end. "0,0.1,0 lstm*=0,0.3,0" sets a separate schedule for components that match
+    a pattern. As in Kaldi, the last match counts, and a schedule without a pattern matches all.
 
     Example:
         >>> schedule = DropoutSchedule.parse("0,0@0.2,0.5@0.5,0")
@@ -177,19 +160,10 @@ class DropoutSchedule:
         named = [part.rpartition("=") for part in text.split()]
         if not named:
             raise ConfigError("the dropout schedule is empty; write one such as 0,0@0.2,0.3@0.5,0.")
-        return cls(tuple((pattern if sign else "*", _dropout_points(values))
-                         for pattern, sign, values in named))
+        return cls(tuple((pattern if sign else "*", _dropout_points(values)) for pattern, sign, values in named))
 
     def proportion(self, fraction: float, component: str = "") -> float:
-        """Return the proportion of a component.
-
-        Args:
-            fraction: fraction of the processed data, 0 to 1.
-            component: name of the component.
-
-        Returns:
-            The proportion; 0 if no pattern matches.
-        """
+        """Return the proportion of a component after a fraction of the data, 0 if none matches."""
         # Kaldi applies all in order, so the last one counts.
         for pattern, points in reversed(self.points):
             if fnmatchcase(component, pattern):

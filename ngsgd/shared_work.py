@@ -27,10 +27,8 @@ def lock(path: Path) -> Iterator[bool]:
         is_mine = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_mine = False
-        except OSError:
-            pass
+        except OSError as error:
+            is_mine = not isinstance(error, BlockingIOError)
         yield is_mine
     finally:
         os.close(descriptor)

@@ -18,19 +18,14 @@ class WordErrors:
     '%WER (no words) [ 2 / 0, 2 ins, 0 del, 0 sub ]'
     """
 
-    # of the references
-    num_words: int
+    num_words: int  # of the references
     insertions: int
     deletions: int
     substitutions: int
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> WordErrors:
-        """Read the values of `asdict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: they are something else.
-        """
+        """Read the values of `asdict`; raises KeyError, TypeError and ValueError for others."""
         found = {spec.name: values[spec.name] for spec in fields(WordErrors)}
         if not all(type(count) is int and count >= 0 for count in found.values()):
             raise ValueError(f"{found} are no counts of words")
@@ -42,18 +37,13 @@ class WordErrors:
 
     @property
     def wer(self) -> float:
-        """WER in percent; above 100 if there are more insertions than reference words, and NaN
-        without reference words.
-        """
+        """WER in percent; NaN without reference words."""
         return 100.0 * self.num_errors / self.num_words if self.num_words else math.nan
 
     def __add__(self, other: WordErrors) -> WordErrors:
-        return WordErrors(
-            self.num_words + other.num_words,
-            self.insertions + other.insertions,
-            self.deletions + other.deletions,
-            self.substitutions + other.substitutions,
-        )
+        return WordErrors(self.num_words + other.num_words, self.insertions + other.insertions,
+                          self.deletions + other.deletions, self.substitutions
+                          + other.substitutions)
 
     def __str__(self) -> str:
         wer = f"{self.wer:.2f}" if self.num_words else "(no words)"

@@ -30,7 +30,6 @@ def num_calls(folder: Path) -> int:
 
 
 def forget() -> None:
-    """Look for compiled kernels again."""
     for one in (native.library, fisher_projection.load_library, fisher_projection.workspace_size, nonlinearities.load_library):
         one.cache_clear()
 

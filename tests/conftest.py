@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+# nor may tests write to the server of whoever runs them
+os.environ.pop("MLFLOW_TRACKING_URI", None)
+os.environ.pop("MLFLOW_EXPERIMENT_NAME", None)
+os.environ.pop("MLFLOW_EXPERIMENT_ID", None)
+os.environ.pop("MLFLOW_RUN_ID", None)
 # the record of runs that a user began must not be that of whoever runs the tests
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ngsgd-state-")
 
@@ -42,9 +48,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_configure() -> None:
-    """Select the products and kernels that are meant for the processors of the other maker
-    (tests/matrix.py).
-    """
+    """Select products and kernels for processors of the other maker (tests/matrix.py)."""
     if os.environ.get("NGSGD_TEST_VENDOR") == "other":
         from ngsgd.ops.kernels import native
 
@@ -57,6 +61,28 @@ def same_random_numbers() -> None:
     """Every test draws the same numbers from torch in every run, whatever ran before it."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """A test leaves the environment, and the server that MLflow uses, as it found them.
+
+    ``mlflow.set_tracking_uri`` sets a variable for child processes, and a later test would use a
+    server that has ended.
+    """
+    def mlflow_state() -> Any:
+        return sys.modules.get("mlflow.tracking._tracking_service.utils")
+
+    variables = dict(os.environ)
+    uri = mlflow_state() and mlflow_state()._tracking_uri
+    yield
+    if mlflow_state():
+        mlflow_state().set_tracking_uri(uri)
+    for name in os.environ.keys() | variables.keys():
+        if name not in variables:
+            del os.environ[name]
+        elif os.environ.get(name) != variables[name]:
+            os.environ[name] = variables[name]
 
 
 class Golden:

@@ -17,59 +17,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUTCOMES = ("works", "error")
 # situations of users, and cases of regression tests
-PAGE, CASES = "docs/reference/situations.md", "tests/situations.md"
+PAGE, CASES, HYDRA = "docs/reference/situations.md", "tests/situations.md", "docs/hydra.md"
 # heading of a table -> page, and the entries it must list
 TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "layers": (PAGE, tuple(f"N{n}" for n in (2, *range(8, 13)))),
     "loops": (PAGE, tuple(f"L{n}" for n in range(1, 20))),
-    "pytorch": (
-        PAGE,
-        (
-            *(f"A{n}" for n in (1, *range(4, 13))),
-            *(f"B{n}" for n in (1, *range(3, 6), *range(7, 14), *range(15, 18))),
-            *(f"P{n}" for n in (*range(4, 11), *range(12, 15))),
-        ),
-    ),
+    "pytorch": (PAGE, (*(f"A{n}" for n in (1, *range(4, 13))),
+                       *(f"B{n}" for n in (1, *range(3, 6), *range(7, 14), *range(15, 18))),
+                       *(f"P{n}" for n in (*range(4, 11), *range(12, 15))))),
     "speech": (PAGE, tuple(f"Sp{n}" for n in (*range(1, 4), *range(5, 14), 15))),
     "kaldi": (PAGE, tuple(f"K{n}" for n in (1, *range(4, 9), *range(10, 14), 15))),
+    "hydra": (HYDRA, tuple(f"H{n}" for n in range(1, 29))),
     # described on the page of their topic
-    "described": (
-        CASES,
-        (
-            *(f"N{n}" for n in (1, 3, 4, 5, 6, 7)),
-            *("A2", "A3", "A13", "B2", "B6", "B14", "P1", "P2", "P3", "P11"),
-            *("Sp4", "Sp14", "Nc4", "Nc5", "Nc9", "Nc10", "K2", "K3", "K9", "K14"),
-        ),
-    ),
-    "cases": (
-        CASES,
-        (
-            *(f"F{n}" for n in (1, 2, 3, 4, 7, 8, 10, *range(13, 23), 24, 26, 27, 28, 30, 31)),
-            *(f"M{n}" for n in range(1, 8)),
-            *(f"D{n}" for n in range(1, 4)),
-            *("C1", "C3"),
-        ),
-    ),
-    "runs": (
-        CASES,
-        (
-            *(f"At{n}" for n in range(1, 7)),
-            *(f"Lo{n}" for n in range(1, 7)),
-            *("C2", "Ra1"),
-            *(f"Nc{n}" for n in (1, 2, 3, 6, 7, 12, 13, 14)),
-        ),
-    ),
-    "options": (
-        CASES,
-        (*(f"R{n}" for n in range(3, 7)), *(f"S{n}" for n in range(1, 4)), "Nc8", "Nc11"),
-    ),
-}
+    "described": (CASES, (*(f"N{n}" for n in (1, 3, 4, 5, 6, 7)), "A2", "A3", "A13", "B2", "B6",
+                          "B14", "P1", "P2", "P3", "P11", "Sp4", "Sp14", "Nc4",
+                          "Nc5", "Nc9", "Nc10", "K2", "K3", "K9", "K14")),
+    "cases": (CASES, (*(f"F{n}" for n in (*range(1, 5), 7, 8, 10, *range(13, 23), 24, 26, 27, 28)),
+                      "F30", "F31", *(f"M{n}" for n in range(1, 8)), "D1", "D2", "D3", "C1", "C3")),
+    "runs": (CASES, (*(f"At{n}" for n in range(1, 7)), *(f"Lo{n}" for n in range(1, 7)), "C2",
+                     "Ra1", *(f"El{n}" for n in range(1, 7)), *(f"Nc{n}" for n in (1, 2, 3, 6, 7, *range(12, 18))))),
+    "options": (CASES, ("R3", "R4", "R5", "R6", "S1", "S2", "S3", "Nc8", "Nc11"))}
 
 
 @dataclass
 class Entry:
-    """One line of a table."""
-
     number: str
     situation: str = ""
     outcome: str = ""
@@ -108,7 +79,6 @@ def _read(decorator: ast.expr, test: str, found: dict[str, Entry]) -> None:
 
 
 def table(name: str, found: dict[str, Entry]) -> str:
-    """The table of that name, in Markdown."""
     lines = ["| No. | When you | Outcome | Details |", "|---|---|---|---|"]
     for number in TABLES[name][1]:
         if entry := found.get(number):
@@ -117,7 +87,6 @@ def table(name: str, found: dict[str, Entry]) -> str:
 
 
 def missing(found: dict[str, Entry]) -> list[str]:
-    """Numbers that a table must list and no test holds."""
     return [number for _, numbers in TABLES.values() for number in numbers if number not in found]
 
 
@@ -133,7 +102,7 @@ def with_tables(text: str, page: str, found: dict[str, Entry]) -> str:
 
 
 if __name__ == "__main__":
-    for page in (PAGE, CASES):
+    for page in (PAGE, CASES, HYDRA):
         file = ROOT / page
         file.write_text(with_tables(file.read_text(), page, entries()))
     # tables whose source is imported: cells with networks, and a list of command lines

@@ -130,8 +130,7 @@ MUTANTS = [
                 "            self._write({\"fence\": self.fence})"),
     FaultMutant("events_repeated", EVENTS, "        if self.has(record.outer_iter):\n            return\n", ""),
     FaultMutant("trackers_not_closed", RESUME, "                training.trackers.close(status)", "                pass"),
-    FaultMutant("rate_not_from_progress", PLANNING, "lr * progress.lr_scale)", "lr)"),
-]
+    FaultMutant("rate_not_from_progress", PLANNING, "lr * progress.lr_scale)", "lr)")]
 
 
 def main(arguments: list[str]) -> int:
@@ -192,7 +191,6 @@ def _simulate(copy: Path, output: Path, seconds: float, seeds: int) -> None:
 
 
 def row_of(mutant: FaultMutant, output: str, seconds: float) -> str:
-    """One row of the table."""
     about = f"| {mutant.name} | {Path(mutant.file).name} | {mutant.commit or 'never existed'} |"
     if "replay:" not in output:
         return f"{about} not found | | |"

@@ -40,7 +40,6 @@ def finished_run(run: Path, *, final: str = "", expected: str = "", of_two_proce
 
 
 def same_model(final: str, expected: str) -> list[str]:
-    """The final model is that of the run without faults, if one is expected."""
     if not expected or final == expected:
         return []
     return [f"the final model is {final[:12]}, without faults it is {expected[:12]}"]
@@ -75,6 +74,5 @@ def temporary_files(folder: Path) -> Iterator[str]:
 
 
 def not_counted(ledger: Path) -> list[str]:
-    """Jobs that were not counted in their outer iteration."""
     return [f"job {line['job']} of outer iteration {line['outer_iter']} was {line['event']}: {line.get('reason', '')}"
             for line in read_json_lines(ledger) if line["event"] in NOT_COUNTED]

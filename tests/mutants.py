@@ -1,10 +1,9 @@
 """Whether the tests notice mistakes in the numerical code: `python tests/mutants.py [NAME ...]`, 0
 if they notice all.
 
-Each mutant is one change of one file, of a kind that is easily made: the formula of the paper where
-Kaldi does otherwise, a scale forgotten, a floor skipped. In a copy of the package and its tests the
-change is made and the tests that should fail are run; a mutant that they let pass has survived.
-First the same tests run on the unchanged copy. About two minutes on one core.
+Each mutant is one change of one file: the formula of the paper where Kaldi does otherwise, a scale
+forgotten, a floor skipped. In a copy the change is made and the tests that should fail are run; a
+mutant that they let pass has survived. About two minutes on one core.
 """
 
 from __future__ import annotations
@@ -43,20 +42,15 @@ SCHEDULE = f"{PROPERTIES}::test_calls_that_update_are_kaldis"
 LAYER_STEPS = f"{LIMIT}::test_layer_steps_equal_kaldis_nnet2"
 
 TRANSFORM = "ngsgd/models/statistics.py"
-SUBCLASSES = "ngsgd/models/subclasses.py"
 STAGES = "ngsgd/models/growing.py"
 TRANSFORM_TEST = "tests/models/test_input_transform.py::test_the_transform_is_kaldis"
 GROWTH = "tests/training/test_growth.py"
-DEVICE_STEP = (
-    "tests/device/test_audit.py::test_a_step_runs_on_the_device_and_waits_only_where_listed"
-    "[NGSGD]"
-)
+DEVICE_STEP = ("tests/device/test_audit.py::"
+               "test_a_step_runs_on_the_device_and_waits_only_where_listed[NGSGD]")
 
 
 class Mutant(NamedTuple):
-    """`old`, which occurs exactly once in the file, becomes `new`; `tests` are those that should
-    fail.
-    """
+    """`old`, which occurs exactly once in the file, becomes `new`; `tests` should fail."""
 
     name: str
     file: str
@@ -147,16 +141,15 @@ MUTANTS = [
     Mutant("transform_without_a_floor", TRANSFORM, "(within_class_factor + l_K)", "l_K", (TRANSFORM_TEST,)),
     Mutant("transform_without_its_limit", TRANSFORM, "np.minimum(singular, max_singular_value)", "singular", (TRANSFORM_TEST,)),
     Mutant("offset_forgotten", TRANSFORM, "-(M_KD @ mean_D)[:, None]", "0.0 * M_KD[:, :1]", (TRANSFORM_TEST,)),
-    Mutant("a_full_class_gets_one_more", SUBCLASSES, "(targets[pdf] + 1) * min_count", "targets[pdf] * min_count",
-           ("tests/models/test_subclasses.py::test_the_numbers_of_subclasses_are_kaldis",)),
-    Mutant("a_split_doubles_the_class", SUBCLASSES, "offsets[chosen] += math.log(0.5) / scale", "pass",
-           ("tests/models/test_subclasses.py::test_splitting_without_perturbation_changes_no_posterior",)),
-    Mutant("a_split_forgets_the_scale", SUBCLASSES, "math.log(0.5) / scale", "math.log(0.5)",
+    Mutant("a_full_class_gets_one_more", STAGES, "(targets[pdf] + 1) * min_count", "targets[pdf] * min_count",
+           ("tests/models/test_stages.py::test_the_numbers_of_subclasses_are_kaldis",)),
+    Mutant("a_split_doubles_the_class", STAGES, "offsets[chosen] += math.log(0.5) / scale", "pass",
+           ("tests/models/test_stages.py::test_splitting_without_perturbation_changes_no_posterior",)),
+    Mutant("a_split_forgets_the_scale", STAGES, "math.log(0.5) / scale", "math.log(0.5)",
            ("tests/models/test_stages.py::test_the_split_hardly_changes_a_posterior",)),
-    Mutant("no_derivative_below_the_floor", SUBCLASSES, "(log_y_NP.clamp(min=math.log(_MIN_POSTERIOR)) - log_y_NP).detach()",
+    Mutant("no_derivative_below_the_floor", STAGES, "(log_y_NP.clamp(min=math.log(_MIN_POSTERIOR)) - log_y_NP).detach()",
            "(log_y_NP.clamp(min=math.log(_MIN_POSTERIOR)) - log_y_NP)",
-           ("tests/models/test_subclasses.py::test_a_class_that_is_far_off_has_the_floor_for_a_value_and_a_derivative_that_says_"
-            "where_to_go",)),
+           ("tests/models/test_stages.py::test_a_distant_class_has_the_floor_as_value_and_a_useful_gradient",)),
     Mutant("layers_an_outer_iteration_late", STAGES, "2 + (outer_iter - 1) // self", "1 + outer_iter // self",
            ("tests/models/test_stages.py::test_layers_are_added_in_kaldis_iterations",)),
     Mutant("split_an_outer_iteration_early", STAGES, "// 2 + 1 if", "// 2 if",
@@ -174,15 +167,12 @@ MUTANTS = [
            "piece.shard, self._batch_size(piece),",
            "piece.shard, self._batch_size(replace(piece, outer_iter=job.outer_iter)),",
            (f"{GROWTH}::test_shards_deferred_by_an_early_outer_iteration_keep_their_bounds",)),
-    Mutant("a_tensor_made_without_its_device", "ngsgd/optim/layers/batched.py",
-           "torch.full((), value, dtype=like.dtype, device=like.device)",
-           "torch.full((1,), value, dtype=like.dtype)[0]", (DEVICE_STEP,)),
+    Mutant("a_tensor_made_without_its_device", "ngsgd/ops/device/limited_update.py",
+           "numbers = constants_2C.new_empty(2 * constants_2C.shape[1] + 3)",
+           "numbers = torch.empty(2 * constants_2C.shape[1] + 3)", (DEVICE_STEP,)),
     Mutant("a_number_read_back_in_each_step", "ngsgd/optim/sgd.py",
-           "        return norms_C * self._constant(norms_P, *map(abs, moving.rates))\n",
-           "        norms_C.max().item()\n"
-           "        return norms_C * self._constant(norms_P, *map(abs, moving.rates))\n",
-           (DEVICE_STEP,)),
-]
+           "        others = minibatch.others_finite\n",
+           "        constants_2C.max().item()\n        others = minibatch.others_finite\n", (DEVICE_STEP,))]
 
 
 class BrokenRunError(Exception):

@@ -2,10 +2,9 @@
 
     python -m tests.parallel --processes 2 -m "not slow"
 
-Arguments that are not `--processes` go to pytest. A process takes the next file when it has ended
-one (`tests/tiers.py`). The processes are plain ones without a plugin between them, because tests
-fork, send signals and use their standard streams. The end of the output lists the tests that used
-most CPU time (`python -m tests.tiers` prints it again).
+Other arguments go to pytest. A process takes the next file when it has ended one
+(`tests/tiers.py`). There is no plugin between the processes, because tests fork, send signals and
+use their standard streams.
 """
 
 from __future__ import annotations
@@ -73,12 +72,8 @@ def _wait(running: dict[Path, subprocess.Popen[bytes]], begun: Path) -> int:
     return max(abs(code) for code in codes if code != _NO_TESTS)
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--processes", type=int, default=2)
-    options, arguments = parser.parse_known_args()
-    return run(options.processes, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    options, others = parser.parse_known_args()
+    sys.exit(run(options.processes, others))

@@ -1,21 +1,18 @@
-"""Measure the structure of the source tree: folders, files, functions, names, comments, options and
-imports.
+"""Measure the structure of the source tree: folders, files, functions, comments and imports.
 
     python -m tests.structure                    # this tree
     python -m tests.structure --tree ../old      # another checkout, to compare two versions
-
-With `--durations FILE`, the output of `pytest --durations=0`, it also counts tests slower than one
-second.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import re
 import statistics
 import tokenize
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +35,7 @@ class Structure:
     one_use_private: int = 0
     short_one_use_private: int = 0
     public_classes: int = 0
-    duplicate_classes: dict[str, list[str]] = field(default_factory=dict)
     function_level_imports: int = 0
-    widest_constructors: list[tuple[int, str]] = field(default_factory=list)
 
 
 def sources(tree: Path) -> Iterator[Path]:
@@ -52,11 +47,9 @@ def sources(tree: Path) -> Iterator[Path]:
 
 
 def measure(tree: Path) -> Structure:
-    """All figures of one tree."""
     found = Structure()
     folders: Counter[str] = Counter()
     rooms: Counter[str] = Counter()
-    classes: defaultdict[str, list[str]] = defaultdict(list)
     for path in sources(tree):
         relative = path.relative_to(tree)
         text = path.read_text(encoding="utf-8")
@@ -66,66 +59,24 @@ def measure(tree: Path) -> Structure:
         found.file_lines.append(len(lines))
         found.num_code_lines += sum(bool(line.strip()) for line in lines)
         found.num_wide_lines += sum(len(line) > 100 for line in lines)
-        found.num_comment_lines += _own_line_comments(path)
-        module = ast.parse(text)
-        _functions(module, text, found)
-        for node in ast.walk(module):
-            if isinstance(node, ast.ClassDef):
-                found.public_classes += not node.name.startswith("_")
-                classes[node.name].append(str(relative))
-                found.widest_constructors.append((_num_collaborators(node), f"{relative}:{node.name}"))
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        found.num_comment_lines += sum(
+            token.type == tokenize.COMMENT and token.line.lstrip()[:1] == "#" for token in tokens)
+        words = Counter(re.findall(r"\w+", text))
+        for node in ast.walk(ast.parse(text)):
+            found.public_classes += isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                found.function_lines.append(length)
+                found.function_level_imports += sum(isinstance(inner, ast.Import | ast.ImportFrom)
+                                                    for inner in ast.walk(node))
+                if node.name.startswith("_") and not node.name.startswith("__"):
+                    found.private_functions += 1
+                    found.one_use_private += words[node.name] == 2
+                    found.short_one_use_private += words[node.name] == 2 and length <= 5
     found.files_per_folder = dict(folders)
     found.lines_per_room = dict(rooms)
-    found.duplicate_classes = {name: places for name, places in classes.items() if len(places) > 1}
-    found.widest_constructors = sorted(found.widest_constructors, reverse=True)[:8]
     return found
-
-
-def _own_line_comments(path: Path) -> int:
-    with tokenize.open(path) as file:
-        tokens = list(tokenize.generate_tokens(file.readline))
-    return sum(token.type == tokenize.COMMENT and not token.line[:token.start[1]].strip() for token in tokens)
-
-
-def _functions(module: ast.Module, text: str, found: Structure) -> None:
-    words = Counter(re.findall(r"\w+", text))
-    for node in ast.walk(module):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        found.function_lines.append(length)
-        found.function_level_imports += sum(isinstance(inner, ast.Import | ast.ImportFrom) for inner in ast.walk(node))
-        if node.name.startswith("_") and not node.name.startswith("__"):
-            found.private_functions += 1
-            if words[node.name] == 2:
-                found.one_use_private += 1
-                found.short_one_use_private += length <= 5
-
-
-def _num_collaborators(node: ast.ClassDef) -> int:
-    """Arguments of the constructor; fields of a dataclass that is not frozen, as frozen ones are
-    records.
-    """
-    for inner in node.body:
-        if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
-            return len(inner.args.args) + len(inner.args.kwonlyargs) - 1
-    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    if any(one.startswith("dataclass") and "frozen=True" not in one for one in decorators):
-        return sum(isinstance(inner, ast.AnnAssign) for inner in node.body)
-    return 0
-
-
-def _num_options(tree: Path) -> int:
-    """Rows of the table of settings in the reference."""
-    page = tree / "docs" / "reference" / "settings.md"
-    if not page.exists():
-        return 0
-    return len(re.findall(r"^\| `[\w.]+` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
-
-
-def _slow_tests(durations: Path) -> int:
-    calls = re.findall(r"^([\d.]+)s call", durations.read_text(encoding="utf-8"), re.MULTILINE)
-    return sum(float(seconds) > 1.0 for seconds in calls)
 
 
 def _spread(values: list[int]) -> str:
@@ -133,8 +84,7 @@ def _spread(values: list[int]) -> str:
     return f"{statistics.median(ordered):.0f} / {ordered[int(0.9 * (len(ordered) - 1))]} / {ordered[-1]}"
 
 
-def table(found: Structure, tree: Path, durations: Path | None) -> str:
-    """Markdown rows: figure and value."""
+def table(found: Structure) -> str:
     largest = sorted(found.files_per_folder.items(), key=lambda item: -item[1])[:5]
     per_function = found.num_comment_lines / max(1, found.num_code_lines)
     rows = [
@@ -151,13 +101,7 @@ def table(found: Structure, tree: Path, durations: Path | None) -> str:
         ("own-line comments", f"{per_function:.1%} of non-blank lines"),
         ("lines wider than 100 columns", f"{found.num_wide_lines / max(1, found.num_code_lines):.1%}"),
         ("public classes", str(found.public_classes)),
-        ("class names defined twice or more", f"{len(found.duplicate_classes)}: {', '.join(sorted(found.duplicate_classes))}"),
-        ("imports inside functions", str(found.function_level_imports)),
-        ("most constructor arguments", ", ".join(f"{name} {number}" for number, name in found.widest_constructors[:4])),
-        ("options", str(_num_options(tree))),
-    ]
-    if durations:
-        rows.append(("tests slower than 1 s", str(_slow_tests(durations))))
+        ("imports inside functions", str(found.function_level_imports))]
     rows += [(f"lines in {room}", str(number)) for room, number in sorted(found.lines_per_room.items())]
     return "| figure | value |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
 
@@ -165,9 +109,7 @@ def table(found: Structure, tree: Path, durations: Path | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT)
-    parser.add_argument("--durations", type=Path)
-    arguments = parser.parse_args()
-    print(table(measure(arguments.tree), arguments.tree, arguments.durations), end="")
+    print(table(measure(parser.parse_args().tree)), end="")
 
 
 if __name__ == "__main__":

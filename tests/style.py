@@ -1,17 +1,12 @@
-"""Find assertions in the default test tier that depend on wording, on private names or on the
-clock.
+"""Find assertions in the default test tier that depend on wording, on private names or the clock.
 
-    python -m tests.style
-
-prints the number of findings of each kind and their places. A test with a tier marker is not
-examined.
+`python -m tests.style` prints them. A test with a tier marker is not examined.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +22,7 @@ _CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time
 _TEXTS = re.compile(r"(?:^|_)(?:messages?|errors?|err|out|output|stdout|stderr|text|caught|value|said|told|"
                     r"lines?|warnings?|sentences?|problems|reason|complaints?|log|shown|printed|advice)$")
 _PRIVATE = re.compile(r"^_[A-Za-z]\w*$")
-# names of the standard library, of Hydra's configuration files and of torch; they have no other
-# name
+# of the standard library, of Hydra's configuration files and of torch, without another name
 _PUBLIC_IN_PRACTICE = {"_replace", "_asdict", "_fields", "_make", "_value_", "_name_", "_exit", "_target_",
                        "_forward_hooks", "_forward_pre_hooks", "_C", "_functorch", "_Loss", "_conv_forward"}
 
@@ -40,13 +34,16 @@ ALLOWED_PRIVATE = {
     "_train": "a worker of the test dies in the middle of a job",
     "_result": "a worker of the test returns a damaged result",
     "_worker": "the pool's only worker is replaced by one that damages results",
+    "_gathered": "a connection is lost after the outer step, and before the exchange of the model",
+    "_shards": "a worker that lost its part of the outer state",
+    "_group": "bytes are counted by the rank that sends them",
     "_slots": "two workers on two machines, which no test has, decide the exchange",
     "_commit": "a crash at this moment cannot be caused from outside",
     "_pass_on": "a crash at this moment cannot be caused from outside",
     "_state": "the scalars of the Fisher estimate are compared with the paper's after each update",
     "_plan_of_one": "the reference follows the same splices, step by step",
     "_drawn": "1000 samples of one row, where a loss takes few",
-    "_madvise": "counts calls of the kernel",
+    "_of_libc": "counts calls of the kernel",
     "_SLICED": "several slices with small matrices",
     "_CHUNK": "several chunks with small matrices",
     "_ROWS_AT_ONCE": "several passes with few rows",
@@ -62,14 +59,11 @@ ALLOWED_PRIVATE = {
     "_JOBS_BYTES": "a short log is above the limit",
     "_typed": "the moment before a request to the store",
     "_config": "the configuration that ngsgd.train makes, without a run",
-    "_DummyWork": "torchft returns it",
-}
+    "_DummyWork": "torchft returns it"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One assertion."""
-
     kind: str
     file: str
     line: int
@@ -81,17 +75,16 @@ class Finding:
 
 
 def findings(folder: Path = TESTS) -> list[Finding]:
-    """All findings below a folder, in the order of files and lines."""
-    found = list[Finding]()
-    for path in sorted(folder.rglob("test_*.py")):
-        found += findings_in(path.read_text(encoding="utf-8"), str(path.relative_to(folder)))
-    return found
+    return [finding for path in sorted(folder.rglob("test_*.py"))
+            for finding in findings_in(path.read_text(encoding="utf-8"),
+                                       str(path.relative_to(folder)))]
 
 
 def findings_in(source: str, file: str) -> list[Finding]:
     """Findings in unmarked functions and methods of one file, helpers among them."""
     module = ast.parse(source)
-    if _is_marked_module(module):
+    if any(isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
+           and _names_tier(node.value) for node in module.body):
         return []
     found = {Finding(PRIVATE, file, node.lineno, "the imports", detail) for node in module.body if isinstance(node, ast.ImportFrom)
              for _, detail in _private(node)}
@@ -103,11 +96,6 @@ def findings_in(source: str, file: str) -> list[Finding]:
             for kind, detail in (*_prose(node), *_private(node), *_clock(node)):
                 found.add(Finding(kind, file, getattr(node, "lineno", 0), function.name, detail))
     return sorted(found, key=lambda finding: (finding.line, finding.kind, finding.detail))
-
-
-def _is_marked_module(module: ast.Module) -> bool:
-    return any(isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0]) and _names_tier(node.value)
-               for node in module.body)
 
 
 def _names_tier(node: ast.AST) -> bool:
@@ -127,12 +115,14 @@ def _unmarked_functions(module: ast.AST) -> Iterator[ast.FunctionDef | ast.Async
 def _prose(node: ast.AST) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Assert):
         for comparison in [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)]:
-            yield from _compared_prose(comparison)
-    if isinstance(node, ast.Call):
-        name = ast.unparse(node.func)
-        if name in {"pytest.raises", "pytest.warns"}:
-            patterns = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
-            yield from ((PROSE, text) for text in _strings(patterns) if _is_prose(text))
+            sides = [comparison.left, *comparison.comparators]
+            if any(_is_text(side) for side in sides):
+                texts = _strings([side for side in sides
+                                  if isinstance(side, ast.Constant | ast.JoinedStr)])
+                yield from ((PROSE, text) for text in texts if _is_prose(text))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in {"pytest.raises", "pytest.warns"}:
+        patterns = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
+        yield from ((PROSE, text) for text in _strings(patterns) if _is_prose(text))
 
 
 def _parametrized_prose(function: ast.FunctionDef | ast.AsyncFunctionDef, lists: dict[str, ast.expr]) -> Iterator[str]:
@@ -162,19 +152,8 @@ def _matched_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iter
         yield from (inner.id for inner in ast.walk(place) if isinstance(inner, ast.Name))
 
 
-def _compared_prose(comparison: ast.Compare) -> Iterator[tuple[str, str]]:
-    sides = [comparison.left, *comparison.comparators]
-    if not any(_is_text(side) for side in sides):
-        return
-    for text in _strings([side for side in sides if isinstance(side, ast.Constant | ast.JoinedStr)]):
-        if _is_prose(text):
-            yield PROSE, text
-
-
 def _is_text(node: ast.AST) -> bool:
-    """Whether an expression is a message or output, by its name or because it is str(...) of an
-    error.
-    """
+    """Whether an expression is a message or output, by its name or as str(...) of an error."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "str":
         return True
     names = [inner.id if isinstance(inner, ast.Name) else inner.attr for inner in ast.walk(node)
@@ -194,9 +173,7 @@ def _strings(nodes: list[ast.expr]) -> Iterator[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """More than two plain words: no name in quotes or with . _ = / or a digit, no option, no
-    number.
-    """
+    """More than two plain words: no name with . _ = / or a digit, no option, no number."""
     if "%WER" in text:
         # a line in the format of Kaldi's compute-wer, which other programs parse
         return False
@@ -232,13 +209,5 @@ def _reads_clock(node: ast.AST) -> bool:
             and ast.unparse(node.func.value) == "time")
 
 
-def main() -> int:
-    found = findings()
-    for finding in found:
-        print(finding)
-    print(dict(Counter(finding.kind for finding in found)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(*findings(), dict(Counter(finding.kind for finding in findings())), sep="\n")

@@ -1,7 +1,6 @@
 """Commands that ngsgd prints, writes into files or documents, and the real parsers that judge them.
 
-A message, a help text, a script or a page that names a command which cannot be given is a fault
-that no test of that message notices. So all commands are found in the sources and parsed.
+All commands in messages, help texts, scripts and pages are found in the sources and parsed.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from ngsgd.launcher import arguments as arguments_module
 from ngsgd.launcher import cli
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.config import compose
+from ngsgd.launcher.config.sources import OURS
 from ngsgd.launcher.registry import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,17 +47,11 @@ _ARGUMENT = re.compile(r"[+~]?[\w./]+=.*|[A-Z][A-Z_]*|.*[\d/:].*|\w+\.\w+")
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A command and where it is named."""
-
     where: str
     words: tuple[str, ...]
 
     def problem(self) -> str:
-        """Why it cannot be given; empty if it can.
-
-        Lower-case words at the end may be prose. A bare name, such as in "ngsgd resume continues",
-        only has to be a command.
-        """
+        """Why it cannot be given; empty if it can. Lower-case words at the end may be prose."""
         start = 2 + (self.words[0] == "ray" and self.words[1] == "job")
         sure = max((at + 1 for at, word in enumerate(self.words) if at >= start and not _is_plain(word)), default=start)
         if sure == start:
@@ -134,8 +128,8 @@ def _of_ngsgd(words: list[str]) -> str:
 
 
 def _then_end(parse: Callable[..., Any]) -> Callable[..., Any]:
-    def parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-        options: argparse.Namespace = parse(parser, arguments)
+    def parsed(parser: Parser, arguments: list[str], *others: str) -> argparse.Namespace:
+        options: argparse.Namespace = parse(parser, arguments, *others)
         # parse_with_settings calls another of them
         if sys._getframe(1).f_code.co_filename != arguments_module.__file__:
             raise SystemExit(0)
@@ -149,9 +143,8 @@ def _of_settings(words: list[str]) -> str:
                 and not word.startswith("+tuned=")]
     if words[0] not in ("train", "plan", "simulate", "align", "submit", "tune") or not settings:
         return ""
-    check = compose.check_sweep if "-m" in words else compose.compose
     try:
-        check(settings)
+        list(compose.jobs_of_sweep(compose.normalized(settings, OURS), OURS)) if "-m" in words else compose.compose(settings)
     except Exception as error:
         return str(error)
     return ""
@@ -174,7 +167,6 @@ def _of_click(words: list[str]) -> str:
 
 
 def modules(skip: tuple[str, ...] = EXECUTED) -> list[Path]:
-    """The modules of the product; ngsgd/launcher is a link."""
     folders = [ROOT / "launcher", *(path for path in (ROOT / "ngsgd").iterdir() if path.is_dir() and not path.is_symlink())]
     found = sorted([*(ROOT / "ngsgd").glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
     return [path for path in found if path.relative_to(ROOT).as_posix() not in skip]

@@ -1,6 +1,4 @@
-"""Kaldi's dropout schedules (steps/libs/nnet3/train/dropout_schedule.py): its strings, its
-proportions.
-"""
+"""Kaldi's dropout schedules (steps/libs/nnet3/train/dropout_schedule.py)."""
 
 from __future__ import annotations
 
@@ -27,13 +25,10 @@ def proportions(text: str, *fractions: float, component: str = "") -> list[float
     ("0.2,0.6", {0.0: 0.2, 0.25: 0.3, 1.0: 0.6}),
     # from the self-test of Kaldi's script
     ("0.0,0.5@0.25,0.0,0.6@0.75,0.0", {0.25: 0.5, 0.1: 0.2, 0.5: 0.0, 0.75: 0.6, 0.875: 0.3}),
-])
+    # fractions outside of the run are its ends
+    ("0.1,0.5,0.3", {-0.5: 0.1, 1.5: 0.3})])
 def test_proportions_are_kaldis(text: str, expected: dict[float, float]) -> None:
     assert proportions(text, *expected) == pytest.approx(list(expected.values()), abs=ROUNDING)
-
-
-def test_fractions_outside_of_the_run_are_its_ends() -> None:
-    assert proportions("0.1,0.5,0.3", -0.5, 1.5) == pytest.approx([0.1, 0.3], abs=ROUNDING)
 
 
 def test_components_get_the_schedule_of_the_last_pattern_that_fits() -> None:
@@ -45,11 +40,9 @@ def test_components_get_the_schedule_of_the_last_pattern_that_fits() -> None:
         [0.5, 0.3, 0.2, 0.0, 0.0], abs=ROUNDING)
 
 
-def test_spaces_around_and_between_schedules_do_not_matter() -> None:
-    assert DropoutSchedule.parse("  lstm*=0,0.3,0   0,0.1,0 ") == DropoutSchedule.parse("lstm*=0,0.3,0 0,0.1,0")
-
-
 def test_a_schedule_can_be_compared_and_hashed() -> None:
+    found = DropoutSchedule.parse("  lstm*=0,0.3,0   0,0.1,0 ")
+    assert found == DropoutSchedule.parse("lstm*=0,0.3,0 0,0.1,0")
     assert len({DropoutSchedule.parse("0,0.3,0"), DropoutSchedule.parse("0,0.3@0.5,0")}) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -27,6 +28,36 @@ def test_temporary_files_of_a_dead_writer_are_removed_and_those_of_a_living_one_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.json", "final"]
 
 
+@pytest.mark.parametrize("make", [new_file, new_directory])
+@pytest.mark.parametrize("moment", ["removed", "locked"])
+def test_a_writer_survives_a_removal_before_it_has_its_lock(make: Callable[[Path], AbstractContextManager[Path]], moment: str,
+                                                            tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, taken = fcntl.flock, list[Path]()
+
+    def after_another(descriptor: int, how: int) -> None:
+        (found,) = tmp_path.glob(".*.tmp")
+        if not taken:
+            taken.append(found)
+            if moment == "removed":
+                monkeypatch.setattr(fcntl, "flock", flock)
+                remove_abandoned(tmp_path)
+                monkeypatch.setattr(fcntl, "flock", after_another)
+            else:
+                # what remove_abandoned holds while it removes
+                other = os.open(found, os.O_RDONLY)
+                flock(other, fcntl.LOCK_EX)
+                found.rmdir() if found.is_dir() else found.unlink()
+                try:
+                    flock(descriptor, how)
+                finally:
+                    os.close(other)
+        flock(descriptor, how)
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    with make(tmp_path / "final") as temporary:
+        assert temporary.exists() and taken and temporary not in taken
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
 def test_a_file_that_could_not_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
 
@@ -46,9 +77,7 @@ def test_a_line_that_a_crash_cut_short_is_removed(tmp_path: Path, rest: str) -> 
     log.append({"n": 2})
     log.close()
     assert (tmp_path / "log").read_text() == '{"n": 1}\n{"n": 2}\n'
-
-
-def test_a_log_without_any_end_of_line_becomes_empty(tmp_path: Path) -> None:
+    # without any end of a line
     (tmp_path / "log").write_text("x" * 70_000)
     JsonLines(tmp_path / "log").close()
     assert (tmp_path / "log").read_text() == ""
@@ -76,16 +105,13 @@ def test_a_disk_that_fills_up_in_mid_line_leaves_no_half_line(tmp_path: Path, mo
 
 @pytest.mark.parametrize("make", [new_file, new_directory])
 def test_an_error_of_a_full_disk_names_the_file(make: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="space") as caught, make(tmp_path / "a"):
-        # as write() raises it, without a name
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert caught.value.filename == str(tmp_path / "a")
-    with pytest.raises(OSError, match="space") as caught, make(tmp_path / "a"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "other")
-    assert caught.value.filename == "other"
-    with pytest.raises(OSError, match="refused") as caught, make(tmp_path / "a"):
-        raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    assert caught.value.filename is None
+    # write() raises it without a name
+    for number, name, expected in ((errno.ENOSPC, None, str(tmp_path / "a")),
+                                   (errno.ENOSPC, "other", "other"),
+                                   (errno.ECONNREFUSED, None, None)):
+        with pytest.raises(OSError, match=os.strerror(number)) as caught, make(tmp_path / "a"):
+            raise OSError(number, os.strerror(number), *([name] if name else []))
+        assert caught.value.filename == expected
 
 
 def test_lines_that_are_no_objects_are_skipped(tmp_path: Path) -> None:
@@ -102,14 +128,11 @@ def test_fifos_devices_and_folders_are_refused_without_blocking(tmp_path: Path, 
         files.read_regular_text(tmp_path / "data.json")
 
 
-def test_a_file_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+def test_a_file_beyond_the_limit_and_deep_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     assert files.read_regular_text(tmp_path / "a", 5) == "12345"
     with pytest.raises(OSError, match="larger"):
         files.read_regular_text(tmp_path / "a", 4)
-
-
-def test_deep_json_is_a_value_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="deep"):
         files.read_json(tmp_path / "a")

@@ -22,13 +22,13 @@ pytest.importorskip("obstore")
 import obstore
 
 from ngsgd import files
-from ngsgd.asr import bundle_files
+from ngsgd.asr import bundle
 from ngsgd.asr.decode.scoring import read_per_utterance
 from ngsgd.asr.kaldi_io import lines, tables
 from ngsgd.asr.lang import grammar, lexicon, ngram
 from ngsgd.cluster.fingerprint import FingerprintFile
 from ngsgd.errors import NgsgdError
-from ngsgd.launcher.config import tuned_file
+from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked, printable
@@ -38,8 +38,8 @@ from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import read_manifest
 from ngsgd.object_storage.lease import HEAD, read_head
 from ngsgd.object_storage.urls import check_url
+from ngsgd.runs.config_file import read_config
 from ngsgd.runs.failure_record import read_record
-from ngsgd.runs.saved_config import read_config
 from ngsgd.training.sites.contribution import from_bytes
 from ngsgd.training.storage import audit
 from ngsgd.training.storage.event_log import EventLog, newest_events, read_events
@@ -50,7 +50,7 @@ MILLION = 1_000_000
 # reads a file that holds the text
 OF_FILES: dict[str, Callable[[Path], object]] = {
     "config.yaml": read_config,
-    "tuned.yaml": lambda path: tuned_file.expanded([f"tuned={path}"]),
+    "tuned.yaml": lambda path: compose.compose([f"tuned={path}"]),
     "ledger.jsonl": audit.audit,
     "events.jsonl": lambda path: (read_events(path), list(newest_events(path)), facts.lines_of(path)),
     "events.jsonl, resumed": lambda path: EventLog(path, after=3).close("KILLED"),
@@ -58,30 +58,27 @@ OF_FILES: dict[str, Callable[[Path], object]] = {
     "error.json": read_record,
     "fingerprint.json": lambda path: FingerprintFile(path).newest(),
     "tracking.json": lambda path: read_tracking(path.parent),
-    "bundle": bundle_files.read_index,
+    "bundle": bundle.read_index,
     "last lines": lambda path: files.last_lines(path, 50),
     "lexicon": lambda path: lexicon.read(path, 3),
     "grammar": grammar.read,
     "Kaldi table": lambda path: list(lines.read(path)),
-    "alignments": tables.read_int_vectors,
-}
+    "alignments": tables.read_int_vectors}
 OF_TEXTS: dict[str, Callable[[str], object]] = {
     "masked": masked, "printable": printable, "JSON": files.parse_json, "JSON lines": files.parse_json_lines,
     "ARPA": ngram.parse, "ARPA, 1-grams": lambda text: ngram.parse(ARPA + text),
     "errors of utterances": read_per_utterance, "URL": check_url,
-    "nnet3 line": lambda text: structure._config_line(f"component-node {text}", 1),
+    "nnet3 line": lambda text: structure._chain(f"component-node {text}"),
     "nnet3 descriptor": structure._spliced, "nnet3 components": lambda text: list(raw_models._parsed(text, 0)),
     "contribution": lambda text: from_bytes(text.encode(), LAYOUT),
     "contribution, header": lambda text: from_bytes(len(text).to_bytes(8, "little") + text.encode(), LAYOUT),
     "head.json": lambda text: read_head(_store(HEAD, text)),
-    "manifest": lambda text: read_manifest(_store("manifests/1", text), "manifests/1", ""),
-}
+    "manifest": lambda text: read_manifest(_store("manifests/1", text), "manifests/1", "")}
 ARPA = "\\data\\\nngram 1=3\n\n\\1-grams:\n"
 # repeated to the wanted length
-PARTS = ["a", " ", "a ", "\n", "a\n", "0", "1:", "-", "=", "a=", "a,", ",", ":", "[", "[ ", "{", '{"a":', "(", "(1", "<", "<a> [",
-         "/*", "/* ",
-         "//", "://", "a://b@", "\\", '"', "'", "\x1b[", "%WER ", "- ", "? ", "&a ", "*a ", "!", "|", "é", "\t", "a: 1\n",
-         "\\1-grams:\n",
+PARTS = ["a", " ", "a ", "\n", "a\n", "0", "1:", "-", "=", "a=", "a,", ",", ":", "[", "[ ", "{",
+         '{"a":', "(", "(1", "<", "<a> [", "/*", "/* ", "//", "://", "a://b@", "\\", '"', "'",
+         "\x1b[", "%WER ", "- ", "? ", "&a ", "*a ", "!", "|", "é", "\t", "a: 1\n", "\\1-grams:\n",
          "<ComponentName> a <b> ", "ReplaceIndex(ivector, t, 0), ", "?token="]
 
 
@@ -107,7 +104,6 @@ def ended_if_it_hangs() -> Iterator[None]:
 
 
 def num_lines(read: Callable[[str], object], text: str) -> int:
-    """The lines of Python that a parser executes."""
     found = 0
 
     def trace(_frame: Any, event: str, _argument: Any) -> Any:
@@ -126,7 +122,6 @@ def num_lines(read: Callable[[str], object], text: str) -> int:
 
 
 def reader(name: str, folder: Path) -> Callable[[str], object]:
-    """The parser of that name as a function of a text."""
     if name in OF_TEXTS:
         return OF_TEXTS[name]
 

@@ -11,7 +11,7 @@ import pytest
 
 from ngsgd import interface
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
-from ngsgd.cluster.restarts import Restarts, check_fingerprint, none_agrees
+from ngsgd.cluster.restarts import Restarts, none_agrees
 from ngsgd.config import ModelConfig
 from ngsgd.config.other_names import did_you_mean
 from ngsgd.errors import NgsgdError
@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # `ngsgd.launcher` is the command line, but `ngsgd.train` also uses its clusters and trackers
 LIBRARY = [*(path for path in sorted((ROOT / "ngsgd").rglob("*.py")) if "launcher" not in path.relative_to(ROOT).parts),
            *(ROOT / "launcher" / name for name in (
-               "ray/pool.py", "ray/worker.py", "ray/cluster.py", "ray/folders.py", "ray/node_data.py",
+               "ray/pool.py", "ray/worker.py", "ray/cluster.py", "ray/node_data.py",
                "mlflow/tracker.py", "mlflow/store.py", "reports/progress.py", "signals.py"))]
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # flags of a command that the text contains: ours, which anybody can run, or another program's
 _COMMAND = re.compile(r"ngsgd [a-z]+ |pip install|apply-cmvn|copy-tree|nnet3-[\w-]+|fstconvert|ray start|serve-artifacts"
-                      r"|snip-edges|--force-reinstall|--build-arg")
+                      r"|snip-edges|--force-reinstall|--build-arg|--porcelain")
 # where flags are made or parsed: file -> reason
 _MADE = {"ngsgd/interface.py": "the names of both interfaces",
          "ngsgd/training/storage/audit.py": "a separate command"}
@@ -74,7 +74,7 @@ def test_a_flag_in_a_message_is_found(line: str, tmp_path: Path) -> None:
 def _refused() -> str:
     restarts = Restarts(3)
     agreement = Agreement(Fingerprint(torch="1"), allow_other_bits=True)
-    check_fingerprint(0, Fingerprint(torch="2"), agreement, restarts, is_starting=False)
+    restarts.refusal(0, Fingerprint(torch="2"), agreement, is_starting=False)
     return restarts.news()[0].message
 
 
@@ -93,8 +93,7 @@ MESSAGES: dict[str, Callable[[Path], str]] = {
     "allow-other-bits of a worker": lambda _tmp: _refused(),
     "trust": _received,
     "sample": lambda _tmp: _raised(lambda: Sample.parse("-3")),
-    "resume": lambda _tmp: did_you_mean("resume", [], "resume"),
-}
+    "resume": lambda _tmp: did_you_mean("resume", [], "resume")}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in MESSAGES])

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="id
 
 @pytest.fixture
 def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
-    """A process, and its identity."""
     process = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"],
                                stdout=subprocess.PIPE)
     assert process.stdout
@@ -41,8 +40,14 @@ def test_the_current_process_is_alive_and_can_be_signalled() -> None:
     assert received == [signal.SIGUSR1]
 
 
-def test_a_process_that_is_recognized_is_signalled(sleeper: tuple[subprocess.Popen[bytes], dict[str, Any]]) -> None:
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_a_process_that_is_recognized_is_signalled(sleeper: tuple[subprocess.Popen[bytes],
+                                                                  dict[str, Any]], has_pidfd: bool,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     process, identity = sleeper
+    if not has_pidfd:
+        monkeypatch.delattr(os, "pidfd_open")
+    assert not process_identity.send_signal({**identity, "start_time": 1}, signal.SIGTERM)
     assert process_identity.send_signal(identity, signal.SIGTERM)
     assert process.wait(HANGS_S) == -signal.SIGTERM
     assert not process_identity.is_alive(identity)
@@ -88,15 +93,6 @@ def test_without_proc_no_process_is_recognized(monkeypatch: pytest.MonkeyPatch, 
     assert not process_identity.is_complete(process_identity.current())
     assert not process_identity.is_alive(process_identity.current())
     assert not process_identity.send_signal(whole, signal.SIGTERM)
-
-
-def test_without_pidfd_the_identity_is_still_compared(
-        sleeper: tuple[subprocess.Popen[bytes], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    process, identity = sleeper
-    monkeypatch.delattr(os, "pidfd_open")
-    assert not process_identity.send_signal({**identity, "start_time": 1}, signal.SIGTERM)
-    assert process_identity.send_signal(identity, signal.SIGTERM)
-    assert process.wait(HANGS_S) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("stored", [{}, {"host": "a", "process_id": 5}, {"process_id": {}}])

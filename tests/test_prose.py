@@ -1,5 +1,4 @@
-"""The prose checker reports words, sentences, lines and spellings with their place and skips code.
-"""
+"""The prose checker reports words, sentences, lines and spellings with their place."""
 
 from __future__ import annotations
 
@@ -17,21 +16,13 @@ from tools.prose import (
     python,
 )
 
-WORDS = WordList(
-    {
-        WORD: [(re.compile(r"\bmends?\b"), "fix")],
-        SPELLING: [(re.compile(r"\bcolours?\b"), "color")],
-    },
-    [("docs/*", "mends socks")],
-)
+WORDS = WordList({WORD: [(re.compile(r"\bmends?\b"), "fix")],
+                  SPELLING: [(re.compile(r"\bcolours?\b"), "color")]}, [("docs/*", "mends socks")])
 
 
 def found(paragraphs: list[Paragraph], path: str = "README.md") -> list[tuple[int, str]]:
-    return [
-        (finding.line, finding.kind)
-        for paragraph in paragraphs
-        for finding in examine(paragraph, path, WORDS)
-    ]
+    return [(finding.line, finding.kind) for paragraph in paragraphs
+            for finding in examine(paragraph, path, WORDS)]
 
 
 def test_markdown_is_read_outside_code() -> None:
@@ -46,10 +37,8 @@ def test_long_sentences_and_wide_lines() -> None:
 
 
 def test_python_is_read_in_docstrings_comments_and_strings() -> None:
-    text = (
-        '"""Sums.\n\nIt mends.\n\n    >>> mends()\n    mends\n"""\n'
-        'x = "# mends"  # it mends\ny = f"this {x} mends all things"\nmends = 1\n'
-    )
+    text = ('"""Sums.\n\nIt mends.\n\n    >>> mends()\n    mends\n"""\n'
+            'x = "# mends"  # it mends\ny = f"this {x} mends all things"\nmends = 1\n')
     assert sorted(found([*python(text, "ngsgd/x.py")])) == [(3, WORD), (8, WORD), (9, WORD)]
     assert sorted(found([*python(text, "tests/x.py")])) == [(3, WORD), (8, WORD)]
 

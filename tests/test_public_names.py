@@ -58,9 +58,7 @@ def test_every_name_in_the_pages_exists() -> None:
 @pytest.mark.slow
 @pytest.mark.entry("R3")
 def test_names_in_examples_are_attributes_after_a_bare_import() -> None:
-    """What `import ngsgd` in an example promises; modules that an example imports itself need not
-    be attributes.
-    """
+    """Modules that an example imports itself need not be attributes."""
     blocks = [block for page in PAGES
               for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)]
     names = {name for block in blocks if re.search(r"^import ngsgd$", block, re.MULTILINE)
@@ -85,9 +83,6 @@ def test_completion_shows_public_names_only() -> None:
 def test_a_name_of_a_package_is_named_with_its_package(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"ngsgd\.\w+\.{name}"):
         getattr(ngsgd, name)
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_thing"):
         ngsgd.no_such_thing  # noqa: B018
 

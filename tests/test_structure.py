@@ -11,17 +11,17 @@ from tests.structure import ROOT, Structure, measure, sources
 
 # the goal of the contraction is 68,000 lines in 450 files, and 80 helpers; a number here may only
 # become smaller
-MAX_LINES, MAX_FILES = 79_990, 515
+MAX_LINES, MAX_FILES = 73_520, 450
 MAX_LINES_OF_A_FILE, MAX_FILES_OF_A_FOLDER = 500, 15
 # of at most five lines, called once
-MAX_SMALL_HELPERS = 128
+MAX_SMALL_HELPERS = 75
 _PRIVATE = re.compile(r"_[A-Za-z]\w*$")
 # of the standard library and of torch, without another name
 _PUBLIC_IN_PRACTICE = {"_replace", "_asdict", "_fields", "_make", "_value_", "_name_", "_exit", "_target_",
                        "_C", "_autograd", "_version", "_parameters", "_modules", "_buffers", "_world"}
 # modules whose classes complete the abstract pool of slots; nothing else uses its private names
 _SLOT_POOL = Path("ngsgd/cluster/slot_pool.py")
-_POOLS = {Path("ngsgd/cluster/process_pool.py"), Path("launcher/ray/pool.py")}
+_POOLS = {Path("ngsgd/cluster/process_pool.py"), Path("launcher/ray/pool.py"), Path("launcher/ray/metrics.py")}
 
 
 @functools.cache

@@ -1,6 +1,4 @@
-"""Engine, optimizers and examples without speech recognition: `python -m tests.without_speech` runs
-all of their tests.
-"""
+"""Engine, optimizers and examples without speech recognition; tests/without_speech.py runs them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Test tiers: what `make check`, `make test` and `make test-all` select, and a report of CPU time.
 
 A test without a tier marker runs in every tier. `make test` runs the first case of a test with many
-cases. No test fails because it was slow: `python -m tests.tiers` prints, from the last run, the
-tests that used most CPU time and the unmarked ones that should be marked. CPU time, of the process
-and of the children that it waited for, does not depend on the load of the machine. It depends on
-the processor, so it is a report and never a verdict.
+cases. The report lists the tests that used most CPU time, of the process and of the children that
+it waited for, and the unmarked ones that should be marked. It is never a verdict.
 
     python -m tests.tiers                    # the report of the last run of tests.parallel
     python -m tests.tiers --write            # tests/durations.csv from it
@@ -74,17 +72,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """With `--share` run one group of tests after the other that is still free, those that take
-    longest first.
-    """
+    """With `--share` run one group of tests after the other that is still free, long ones first."""
     folder: Path | None = session.config.getoption("--share")
     if folder is None:
         return None
     if session.testsfailed:
         raise session.Interrupted("errors during collection")
-    for number, items in enumerate(_groups(session.items)):
-        if _is_mine(folder / str(number)):
-            _run(session, items)
+    # in the same order in every process
+    groups = defaultdict[str, list[pytest.Item]](list)
+    for item in session.items:
+        mark = item.get_closest_marker("same_process")
+        # tests of a file share fixtures
+        groups[str(mark.args[0]) if mark else item.nodeid.partition("::")[0]].append(item)
+    for number, items in enumerate(sorted(groups.values(),
+                                          key=lambda group: -sum(map(_weight, group)))):
+        try:
+            (folder / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            # another process was first
+            continue
+        _run(session, items)
     return True
 
 
@@ -106,7 +113,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _cases(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    """Return the cases of each test function, in order."""
     found = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         found[item.nodeid.partition("[")[0]].append(item)
@@ -116,23 +122,6 @@ def _cases(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """The tests by group, in the same order in every process."""
-    groups = defaultdict[str, list[pytest.Item]](list)
-    for item in items:
-        groups[_group(item)].append(item)
-    return sorted(groups.values(), key=lambda group: -sum(map(_weight, group)))
-
-
-def _is_mine(mark: Path) -> bool:
-    """Whether no other process was first to make this file."""
-    try:
-        mark.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _run(session: pytest.Session, items: list[pytest.Item]) -> None:
@@ -145,15 +134,7 @@ def _run(session: pytest.Session, items: list[pytest.Item]) -> None:
             raise session.Interrupted(session.shouldstop)
 
 
-def _group(item: pytest.Item) -> str:
-    """The file, because its tests share fixtures, or the name of the mark `same_process`."""
-    mark = item.get_closest_marker("same_process")
-    return str(mark.args[0]) if mark is not None else item.nodeid.partition("::")[0]
-
-
 def _weight(item: pytest.Item) -> float:
-    """Return the expected seconds of a test: the measured mean of its file and tier, or a default.
-    """
     tier = _longest_tier(name for name in TIER_MARKERS if item.get_closest_marker(name) is not None)
     return _durations().get((item.nodeid.partition("::")[0], tier), _DEFAULT_S[tier])
 
@@ -169,7 +150,6 @@ def _durations() -> dict[tuple[str, str], float]:
 
 
 def write_durations(report: Path) -> None:
-    """Write the table of mean times from the lines that `--cpu-report` wrote."""
     times = defaultdict[tuple[str, str], list[float]](list)
     for name, line in _last(report).items():
         times[name.partition("::")[0], _longest_tier(line["marks"])].append(line["clock_s"])

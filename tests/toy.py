@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.statistics import model_for
+from ngsgd.optim.outer.rules import Array, Average
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.worker_pool import WorkerPool
@@ -31,15 +33,20 @@ NUM_CLASSES, DIM = 6, 5
 
 
 def frame_set(num_frames: int, seed: int, utterance: int = 57) -> FrameSet:
-    """Frames around one mean per class; the utterance length divides neither the example nor the
-    set.
-    """
+    """Frames around one mean per class; the utterance length divides neither example nor set."""
     random = np.random.default_rng(seed)
     means = np.random.default_rng(99).normal(size=(NUM_CLASSES, DIM))
     pdf = np.repeat(random.integers(0, NUM_CLASSES, num_frames // 4 + 1), 4)[:num_frames].astype(np.int32)
     features = (means[pdf] + 0.7 * random.normal(size=(num_frames, DIM))).astype(np.float32)
     offsets = np.append(np.arange(0, num_frames, utterance), num_frames)
     return FrameSet(features, pdf, offsets, tuple(f"utt{u}" for u in range(len(offsets) - 1)))
+
+
+class Median(Average):
+    """The middle of the jobs' vectors: no function of their mean."""
+
+    def center(self, vectors: Sequence[Array], shares: Sequence[float], part: slice) -> Array:
+        return np.asarray(np.median([vector[part].astype(np.float64) for vector in vectors], axis=0))
 
 
 def config(**changes: Any) -> RunConfig:
@@ -51,14 +58,11 @@ def config(**changes: Any) -> RunConfig:
                                    num_jobs_initial=2, num_jobs_final=2),
         "optimizer": OptimizerConfig(rank_in=4, rank_out=4),
         "outer": OuterConfig("average"),
-        "cluster": ClusterConfig(num_workers=2, threads_per_worker=1),
-    }
+        "cluster": ClusterConfig(num_workers=2, threads_per_worker=1)}
     return RunConfig(**{**settings, **changes})
 
 
 class Recorder:
-    """A tracker that records its calls."""
-
     def __init__(self) -> None:
         self.records: list[OuterIterationRecord] = []
         self.incidents: list[Incident] = []
@@ -76,6 +80,20 @@ class Recorder:
 
     def close(self, status: str) -> None:
         self.status = status
+
+
+class StopAfter:
+    """Requests a stop after some questions of the coordinator, with time to finish or `at_once`."""
+
+    def __init__(self, num_questions: int, at_once: bool = False) -> None:
+        self.left, self.at_once = num_questions, at_once
+
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def expired(self) -> bool:
+        return self.at_once and self.requested()
 
 
 class Run:
@@ -108,7 +126,6 @@ class Run:
         return InProcessPool(self.spec, self.config.cluster.num_workers, 1, should_stop)
 
     def train(self, pool: WorkerPool | None = None, stop: StopSignal | None = None) -> Checkpoint:
-        """From the newest checkpoint, or from the start."""
         pool = pool or self.in_process()
         layout = self.store.layout
         latest, problems = self.store.latest()
@@ -131,6 +148,18 @@ class Run:
 
 @functools.cache
 def undisturbed(run_config: RunConfig) -> Checkpoint:
-    """What a run in one process without faults ends with."""
     with tempfile.TemporaryDirectory() as folder:
         return Run(Path(folder), run_config).train()
+
+
+def require_undisturbed(run: Run, pool: WorkerPool | None = None, plain: RunConfig
+                        | None = None) -> Checkpoint:
+    """Train; the model must be that of one process without faults, and the ledger sound.
+
+    `plain` is the configuration of the undisturbed run. Default: that of `run`.
+    """
+    whole = undisturbed(plain or run.config)
+    end = run.train(pool)
+    assert end.model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    return end

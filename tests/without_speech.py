@@ -1,5 +1,4 @@
-"""Run tests in a copy of the tree that has no `ngsgd.asr`: the engine, the optimizers and the
-examples need no speech recognition.
+"""Run tests of engine, optimizers and examples in a copy of the tree without `ngsgd.asr`.
 
     python -m tests.without_speech                              # all tests of these folders
     python -m tests.without_speech tests/cluster -k groups      # arguments of pytest
@@ -20,7 +19,6 @@ FOLDERS = ("tests/training", "tests/cluster", "tests/optim", "tests/examples")
 
 
 def run(arguments: Sequence[str] = FOLDERS) -> int:
-    """The exit code of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("ngsgd", "launcher", "conf", "tests", "examples"):

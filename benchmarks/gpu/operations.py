@@ -158,10 +158,11 @@ OPERATIONS: dict[str, Callable[[Draw], Any]] = {
     "nonlinearities.inverse_rms": lambda draw: nonlinearities.inverse_rms(draw(64, 200), 1.0),
 }
 # compared with tests/reference and Kaldi's vectors through the classes that use them
-THROUGH_CLASSES = ("natural_gradient", "newton_schulz", "orthonormal", "simple_natural_gradient")
+THROUGH_CLASSES = ("natural_gradient", "orthonormal", "polar_update", "simple_natural_gradient")
 # NumPy, C++ for the CPU, contexts and views
 HOST_ONLY = (
-    "averaging.weighted_mean",
+    "fisher_projection.sum_sq_of_residual",
+    "fisher_projection.row_norms",
     "linalg.shared_damping",
     "linalg.split_damping",
     "averaging.pool_variances",

@@ -130,7 +130,7 @@ def _muon(model: nn.Module, capturable: bool) -> list[torch.optim.Optimizer]:
     others = [p for p in model.parameters() if p.ndim != 2]
     return [
         muon(matrices, lr=_LR),
-        torch.optim.AdamW(others, lr=_LR, capturable=capturable, foreach=True),
+        torch.optim.AdamW(others, lr=_LR, capturable=capturable, fused=True),
     ]
 
 
@@ -144,7 +144,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, bool], list[torch.optim.Optimizer]]] 
         NGSGD(model, _LR, loss_reduction="mean", momentum=0.9, update_period=PERIOD)
     ],
     "AdamW": lambda model, capturable: [
-        torch.optim.AdamW(model.parameters(), _LR, capturable=capturable, foreach=True)
+        torch.optim.AdamW(model.parameters(), _LR, capturable=capturable, fused=True)
     ],
     "Muon": _muon,
     "K-FAC": _sgd,

@@ -44,7 +44,6 @@ from benchmarks.paper.cells import (
     Cell,
     grid,
     matrix,
-    synchronous_grid,
 )
 from benchmarks.paper.runs import best_rates, best_synchronous_rate, run_all
 
@@ -90,8 +89,11 @@ def _controls(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[
     yield (Cell(task, method, control, num_jobs, seed, rate)
            for seed, num_jobs, control, (method, rate) in itertools.product(options.seeds, jobs, CONTROLS, rates.items()))
     for num_jobs, outer, method in itertools.product(jobs, SYNCHRONOUS, SYNCHRONOUS_RATES):
-        yield synchronous_grid(task, outer, num_jobs, method)
-        best = best_synchronous_rate(task, outer, num_jobs, method)
+        tried = list(SYNCHRONOUS_RATES[method])
+        yield [Cell(task, method, outer, num_jobs, 0, rate) for rate in tried]
+        while (best := best_synchronous_rate(task, outer, num_jobs, method)) in (min(tried), max(tried)):
+            tried.append(2 * best if best == max(tried) else best / 2)
+            yield [Cell(task, method, outer, num_jobs, 0, tried[-1])]
         if best is not None:
             yield (Cell(task, method, outer, num_jobs, seed, best) for seed in options.seeds)
 

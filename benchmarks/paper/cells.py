@@ -29,9 +29,12 @@ METHODS: dict[str, list[str]] = {
     # a job here is too short for new Fisher estimates
     "online-ng": ["optimizer=ngsgd", "optimizer.curvature_state=keep"],
     "adam": ["optimizer=adam", "optimizer.graft=gradient"],
-    "adamw": ["optimizer=adamw", "optimizer.graft=gradient"],
-    "muon": ["optimizer=muon", "optimizer.graft=gradient"],
-    "shampoo": ["optimizer=shampoo"],
+    # with the limits of NG-SGD, and steps as long as the gradient
+    "adam-limits": ["optimizer=adam", "optimizer.graft=gradient"],
+    "adamw-limits": ["optimizer=adamw", "optimizer.graft=gradient"],
+    "muon-limits": ["optimizer=muon", "optimizer.graft=gradient"],
+    "shampoo-limits": ["optimizer=shampoo"],
+    "adamw-plain": ["optimizer=adamw", *UNLIMITED, "optimizer.curvature_state=keep"],
     "muon-plain": ["optimizer=muon", *UNLIMITED, "optimizer.beta1=0.9", "optimizer.curvature_state=keep"],
     "soap-plain": ["optimizer=soap", *UNLIMITED],
 }
@@ -42,10 +45,10 @@ METHODS |= {"online-ng-64": [*METHODS["online-ng"], "schedule.minibatch_size=64"
             "muon-32": ["optimizer=muon", *UNLIMITED, "optimizer.beta1=0.95", "optimizer.curvature_state=average",
                         "schedule.minibatch_size=32"]}
 MATRIX_METHODS = ("sgd", "adam", "online-ng")
-# synchronous baselines on as many machines; Shampoo's directions have the gradient's norm, so its
-# rates are these
-SYNCHRONOUS_RATES = {"adam": (0.0003, 0.001, 0.003, 0.01), "adamw": (0.0003, 0.001, 0.003, 0.01),
-                     "muon": (0.003, 0.01, 0.03, 0.1), "shampoo": (0.0005, 0.001, 0.002, 0.004)}
+# Synchronous baselines on as many machines. "plain" is as their authors run them; the search then
+# doubles or halves until the best rate is not the last one. With limits, the rate matters little.
+SYNCHRONOUS_RATES = {"adamw-plain": (0.001, 0.002, 0.004), "muon-plain": (0.01, 0.02, 0.04)}
+LIMITED = ("adam-limits", "adamw-limits", "muon-limits", "shampoo-limits")
 OUTERS = {
     "average": ["outer=average"],
     "sqrt-gain": ["outer=bmuf", "outer.gain=0"],
@@ -167,12 +170,6 @@ def grid(task: str, methods: tuple[str, ...]) -> Iterator[Cell]:
     for method in methods:
         for rate in _OWN_RATES.get(method, RATES):
             yield Cell(task, method, "average", 1, 0, rate)
-
-
-def synchronous_grid(task: str, outer: str, num_jobs: int, method: str) -> Iterator[Cell]:
-    """The search for the learning rate of the synchronous baselines."""
-    for rate in SYNCHRONOUS_RATES[method]:
-        yield Cell(task, method, outer, num_jobs, 0, rate)
 
 
 def matrix(task: str, rates: dict[str, float], outers: tuple[str, ...], jobs: tuple[int, ...],

@@ -22,7 +22,7 @@ INNERS = {"online-ng": 0.002, "online-ng-64": 0.002, "muon-plain": 0.008, "muon-
 OUTER_RULES = ("average", "sqrt-gain", "diloco", "nesterov 0.5", "gain 4, constant rate",
                "gain 4, a third of the rate")
 NUM_BEST = 3
-_HEAD = "| jobs | optimizer | outer optimizer | rate | seeds | validation objf | test %WER |"
+_HEAD = "| jobs | optimizer | outer optimizer | rate | seeds | validation objf | validation %WER | test %WER |"
 Pair = tuple[str, str]
 # writes one value of several seeds with so many digits
 Spread = Callable[[list[Line], str, int], str]
@@ -100,13 +100,13 @@ def measure_compression(task: str, num_jobs: int, seeds: tuple[int, ...], work: 
 
 def all_runs(task: str, spread: Spread) -> str:
     """Return a row for each setting, with any learning rate; the best objf first."""
-    return "\n".join([_HEAD, "|---" * 7 + "|", *_run_rows(task, spread)])
+    return "\n".join([_HEAD, "|---" * 8 + "|", *_run_rows(task, spread)])
 
 
 def by_epochs(spread: Spread) -> str:
     """Return the rows of all numbers of epochs on digits."""
     rows = [f"| {epochs} {row}" for task, epochs in DIGITS_EPOCHS.items() for row in _run_rows(task, spread)]
-    return "\n".join([f"| epochs {_HEAD}", "|---" * 8 + "|", *rows])
+    return "\n".join([f"| epochs {_HEAD}", "|---" * 9 + "|", *rows])
 
 
 def _run_rows(task: str, spread: Spread) -> list[str]:
@@ -131,7 +131,7 @@ def best_so_far(lines: list[Line], pair: Pair, num_jobs: int) -> float | None:
 
 def _row(num_jobs: int, inner: str, outer: str, rate: str, lines: list[Line], spread: Spread) -> str:
     return (f"| {num_jobs} | {inner} | {outer} | {rate} | {len(lines)} | {spread(lines, 'valid_objf', 3)} | "
-            f"{spread(lines, 'wer_percent', 2)} |")
+            f"{spread(lines, 'valid_wer_percent', 2)} | {spread(lines, 'wer_percent', 2)} |")
 
 
 def table(task: str, spread: Spread) -> str:
@@ -139,7 +139,7 @@ def table(task: str, spread: Spread) -> str:
 
     A star marks the best rate of a sweep that is not complete.
     """
-    rows = [_HEAD, "|---" * 7 + "|"]
+    rows = [_HEAD, "|---" * 8 + "|"]
     lines = list(known(task).values())
     for num_jobs in sorted({line["num_jobs"] for line in lines} & {1, 16, 32}):
         complete = dict(best_pairs(task, num_jobs))

@@ -15,6 +15,7 @@ from benchmarks.paper.cells import (
     COMPRESSED,
     CONTROLS,
     JOBS,
+    LIMITED,
     MATRIX_METHODS,
     MATRIX_OUTERS,
     METHODS,
@@ -67,7 +68,7 @@ def _by_setting(task: str) -> Group:
 
 @functools.cache
 def _rate(task: str, method: str, outer: str, num_jobs: int) -> float | None:
-    if outer in SYNCHRONOUS and method in SYNCHRONOUS_RATES:
+    if outer in SYNCHRONOUS and method in (*SYNCHRONOUS_RATES, *LIMITED):
         return best_synchronous_rate(task, outer, num_jobs, method)
     return best_rates(task, (method,)).get(method)
 
@@ -94,22 +95,23 @@ def _variants(group: Group, outers: tuple[str, ...]) -> str:
     jobs = {setting[2] for setting in group if setting[1] in outers[1:]}
     if not jobs:
         return "Not run yet."
-    rows = ["| jobs | setting | method | seeds | synchronizations | validation objf | test %WER |",
-            "|---|---|---|---|---|---|---|"]
+    rows = ["| jobs | setting | method | seeds | synchronizations | validation objf | validation %WER | test %WER |",
+            "|---|---|---|---|---|---|---|---|"]
     for num_jobs, outer, method in itertools.product(sorted(jobs), outers, METHODS):
         lines = group.get((method, outer, num_jobs))
         if lines:
             exchanges = lines[0]["frames"] / (TASKS[lines[0]["task"]].minibatch * num_jobs) \
                 if outer == "synchronous, equal frames" else lines[0]["outer_iters"]
             rows.append(f"| {num_jobs} | {outer} | {method} | {len(lines)} | {exchanges:.0f} | {_spread(lines, 'valid_objf', 3)} | "
-                        f"{_spread(lines, 'wer_percent', 2)} |")
+                        f"{_spread(lines, 'valid_wer_percent', 2)} | {_spread(lines, 'wer_percent', 2)} |")
     return "\n".join(rows)
 
 
 def _compressed(task: str) -> str:
     """Rows of each outer optimizer that ran with compressed deltas, at the rates of these runs."""
     lines = [line for line in known(task).values() if "diverged" not in line]
-    rows = ["| jobs | outer optimizer | compression | bytes | seeds | validation objf | test %WER |", "|---" * 7 + "|"]
+    rows = ["| jobs | outer optimizer | compression | bytes | seeds | validation objf | validation %WER | test %WER |",
+            "|---" * 8 + "|"]
     settings = {(line["num_jobs"], line["outer"].split(", ")[0], line["rate"], line["method"])
                 for line in lines if line["outer"] in COMPRESSED}
     for (num_jobs, base, rate, method), codec in itertools.product(sorted(settings), ("", "int8", "sparse")):
@@ -119,7 +121,7 @@ def _compressed(task: str) -> str:
         if own:
             size = f"1/{4e6 / sum(num_bytes(10 ** 6, cast(Codec, codec))):.0f}" if codec else "1"
             rows.append(f"| {num_jobs} | {base} | {codec or 'none'} | {size} | {len(own)} | {_spread(own, 'valid_objf', 3)} | "
-                        f"{_spread(own, 'wer_percent', 2)} |")
+                        f"{_spread(own, 'valid_wer_percent', 2)} | {_spread(own, 'wer_percent', 2)} |")
     return "\n".join(rows) if len(rows) > 2 else "Not run yet."
 
 

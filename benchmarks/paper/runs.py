@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.cells import TASKS, Cell, grid, synchronous_grid
+from benchmarks.paper.cells import TASKS, Cell, grid
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
 from ngsgd.word_errors import WordErrors
@@ -26,8 +26,12 @@ Line = dict[str, Any]
 
 def known(task: str) -> dict[str, Line]:
     """Results so far, by the cells' keys."""
-    path = RESULTS / f"{task}.jsonl"
-    return {line["key"]: line for line in read_json_lines(path)} if path.exists() else {}
+    path, found = RESULTS / f"{task}.jsonl", dict[str, Line]()
+    for line in read_json_lines(path) if path.exists() else []:
+        if "valid_wer" in line:
+            line["valid_wer_percent"] = float(line["valid_wer"].split()[1])
+        found[line["key"]] = line
+    return found
 
 
 def best_rates(task: str, methods: tuple[str, ...]) -> dict[str, float]:
@@ -37,8 +41,9 @@ def best_rates(task: str, methods: tuple[str, ...]) -> dict[str, float]:
 
 
 def best_synchronous_rate(task: str, outer: str, num_jobs: int, method: str) -> float | None:
-    """The same for the synchronous baselines."""
-    return _best(task, synchronous_grid(task, outer, num_jobs, method))
+    """The same for the synchronous baselines, of all rates that ran with seed 0."""
+    return _best(task, (Cell(task, method, outer, num_jobs, 0, line["rate"]) for line in known(task).values()
+                        if (line["method"], line["outer"], line["num_jobs"], line["seed"]) == (method, outer, num_jobs, 0)))
 
 
 def _best(task: str, cells: Iterable[Cell]) -> float | None:

@@ -1,4 +1,4 @@
-"""`ngsgd info`: the state of a run, the contents of a folder of examples, or installed versions."""
+"""`ngsgd info`: a run, a folder of examples, or installed versions; `ngsgd settings`: options."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.counting import counted
-from ngsgd.errors import EXIT_OK
-from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.launcher.arguments import JSON, RUN, Parser
 from ngsgd.launcher.console import version
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import duration, masked, printable
@@ -18,18 +18,15 @@ from ngsgd.runs.run_folder import find_run
 
 __all__ = ["command", "describe_run", "end_lines", "examples", "progress_line", "state_of"]
 
-_PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank",
-             "kaldi-decoder", "espeakng-loader")
+_PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank", "kaldi-decoder", "espeakng-loader")
 
 
 def command(arguments: Sequence[str]) -> int:
-    """`ngsgd info`."""
     parser = Parser("info")
-    parser.add_argument("run", nargs="?", metavar="RUN",
-                        help="run folder, or its name under runs/; or a folder of examples, "
-                             "runs/data/egs-... (default: installed versions)")
-    parser.add_argument("--json", action="store_true", help=JSON)
-    options = parser.parse_args(list(arguments))
+    parser.add_argument("run", nargs="?", metavar="RUN", help=f"{RUN}; or a folder of examples, runs/data/egs-... (default: "
+                             "installed versions)")
+    parser.declare({"--json": JSON})
+    options = parser.parse_args(arguments)
     if options.run and (Path(options.run) / "info.json").is_file():
         about, lines = examples(Path(options.run))
     elif options.run:
@@ -42,8 +39,23 @@ def command(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
+def settings(arguments: Sequence[str]) -> int:
+    """`ngsgd settings`: print the options of a run that match a pattern."""
+    parser = Parser("settings")
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", default="",
+                        help="section (optimizer); part of a name (lr); name in another trainer (batch_size); word of a help text, "
+                             "default or value (bmuf); shell pattern (schedule.lr*) (default: all settings)")
+    parser.declare({"--json": JSON})
+    chosen = parser.parse_args(arguments)
+    from ngsgd.launcher.config import describe
+
+    if not (found := describe.matching(chosen.pattern)):
+        raise ConfigError(f"no setting matches {chosen.pattern!r}; list all of them with: ngsgd settings")
+    print(json.dumps([vars(one) for one in found], indent=1) if chosen.json else describe.text(found))
+    return EXIT_OK
+
+
 def describe_run(state: Mapping[str, Any]) -> list[str]:
-    """Return the state of a run as lines of text."""
     lines = [f"run        {state['run']}", *end_lines(state)]
     if state["num_outer_iters"]:
         lines.append(f"progress   {progress_line(state)}")
@@ -56,53 +68,38 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
         lines.append(f"result     {result}")
     if state["examples"]:
         lines.append(f"examples   {state['examples']}")
-    if state["fingerprint"]:
-        lines += _fingerprint_lines(state["fingerprint"])
-    since = f" since outer iteration {state['incidents_since_outer_iter'] + 1}" if state["incidents_since_outer_iter"] else ""
-    lines += [f"incidents  {state['num_incidents']}{since}"] + [f"  ! {message}"
-                                                         for message in state["incidents"]]
-    return lines
+    if found := state["fingerprint"]:
+        compiled = [name for name, origin in (found.get("kernels") or {}).items() if not str(origin).startswith("none")]
+        settings = [f", {name}={value}" for name, value in (found.get("settings") or {}).items()]
+        lines += [f"computed   torch {found.get('torch')}, numpy {found.get('numpy')}, code "
+                  f"{str(found.get('code'))[:12]}, threads per worker {found.get('threads')}, on {found.get('device')}",
+                  f"processor  {found.get('processor')} ({found.get('capability')}), kernels "
+                  f"{', '.join(compiled) or 'none'}{''.join(settings)}"]
+    since = state["incidents_since_outer_iter"]
+    start = f" since outer iteration {since + 1}" if since else ""
+    return [*lines, f"incidents  {state['num_incidents']}{start}", *(f"  ! {message}" for message in state["incidents"])]
 
 
 def end_lines(state: Mapping[str, Any]) -> list[str]:
     """Return the state of a run and, after a failure or a stop, its last error."""
-    lines = [f"state      {_state_line(state)}"]
-    if state["error"] and state["state"] in ("FAILED", "STOPPED"):
-        lines.append(f"error      exit code {state['error']['exit_code']}: {state['error']['message']}")
+    word, ago, error = state["state"], f"{duration(state['silent_s'])} ago", state["error"]
+    shown = {
+        "LOST": f"LOST: its process ended without a result, last event {ago}; continue with: {state['resume']}",
+        "UNKNOWN": f"UNKNOWN: process.json names process {state['process'].get('process_id')} "
+                   f"without its start time, so that it may be another program; last event {ago}",
+        "PENDING": "PENDING (no event yet)"}
+    lines = [f"state      {shown.get(word, word)}"]
+    if error and word in ("FAILED", "STOPPED"):
+        lines.append(f"error      exit code {error['exit_code']}: {error['message']}")
     return lines
 
 
 def progress_line(state: Mapping[str, Any]) -> str:
-    """Return the progress of training as one line."""
-    objf, accuracy = (math.nan if state[name] is None else state[name]
-                      for name in ("valid_objf", "valid_accuracy"))
+    objf, accuracy = (math.nan if state[name] is None else state[name] for name in ("valid_objf", "valid_accuracy"))
     where = f"iter {state['outer_iter']}/{state['num_outer_iters']}, epoch {state['epoch']:.2f}/{state['num_epochs']:g}, "
     if not state["is_speech"]:
         return f"{where}{counted(state['frames_processed'], 'example')}, valid loss {-objf:.4g}"
-    return (f"{where}{counted(state['frames_processed'], 'frame')}, valid objf {objf:.3f}, accuracy "
-            f"{100 * accuracy:.1f}%")
-
-
-def _state_line(state: Mapping[str, Any]) -> str:
-    if state["state"] == "LOST":
-        return ("LOST: its process ended without a result, last event "
-                f"{duration(state['silent_s'])} ago; continue with: {state['resume']}")
-    if state["state"] == "UNKNOWN":
-        return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its "
-                "start time, so that it may be another program; last event "
-                f"{duration(state['silent_s'])} ago")
-    return f"{state['state']}{' (no event yet)' if state['state'] == 'PENDING' else ''}"
-
-
-def _fingerprint_lines(found: Mapping[str, Any]) -> list[str]:
-    compiled = [name for name, origin in (found.get("kernels") or {}).items()
-                if not str(origin).startswith("none")]
-    settings = "".join(f", {name}={value}" for name, value in (found.get("settings") or {}).items())
-    return [f"computed   torch {found.get('torch')}, numpy {found.get('numpy')}, code "
-            f"{str(found.get('code'))[:12]}, threads per worker {found.get('threads')}, on "
-            f"{found.get('device')}",
-            f"processor  {found.get('processor')} ({found.get('capability')}), kernels "
-            f"{', '.join(compiled) or 'none'}{settings}"]
+    return f"{where}{counted(state['frames_processed'], 'frame')}, valid objf {objf:.3f}, accuracy {100 * accuracy:.1f}%"
 
 
 def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
@@ -116,21 +113,14 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     info = reader.info
     few, many = min(info.num_examples), max(info.num_examples)
     sizes = f"{few:,}" if few == many else f"{few:,} to {many:,}"
-    lines = [f"examples   {directory}",
-             f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames of "
-             f"{info.feature_dim} "
-             f"features{f' and {info.side_dim} side values' if info.side_dim else ''}, "
-             f"{counted(info.num_classes, 'class', 'classes')}{', with weights' if info.has_weights else ''}",
-             f"an example {info.frames_per_eg} frames, context -{info.left_context} "
-             f"+{info.right_context}"]
-    found = mixing(reader)
-    for one in found:
-        low, high = one.entropy_A.min(), one.entropy_A.max()
-        lines.append(f"{one.what:10} entropy {low:.4f} to {high:.4f} nats; random order: "
-                     f"{one.expected_A.mean():.4f} +- {one.deviation_A.mean():.4f}, farthest "
-                     f"{one.farthest:.1f} deviations; divergence {one.divergence:.2f} (random "
-                     f"order: 1): {'well mixed' if one.is_well_mixed else 'NOT well mixed'}")
-    about = {**asdict(info), "mixing": {one.what: {"is_well_mixed": bool(one.is_well_mixed),
-                                                   "divergence": float(one.divergence)}
-                                        for one in found}}
+    side = f" and {info.side_dim} side values" if info.side_dim else ""
+    lines = [f"examples   {directory}", f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames of "
+             f"{info.feature_dim} features{side}, {counted(info.num_classes, 'class', 'classes')}"
+             f"{', with weights' if info.has_weights else ''}",
+             f"an example {info.frames_per_eg} frames, context -{info.left_context} +{info.right_context}"]
+    about, found = asdict(info), mixing(reader)
+    about["mixing"] = {one.what: {"is_well_mixed": bool(one.is_well_mixed),
+                                  "divergence": float(one.divergence)} for one in found}
+    lines += [f"{one.what:10} divergence {one.divergence:.2f} (random order: 1): "
+              f"{'well mixed' if one.is_well_mixed else 'NOT well mixed'}" for one in found]
     return about, lines if found else [*lines, "mixing     a single archive holds all examples"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING
 from ngsgd.config import RunConfig
 from ngsgd.config.rules import of_other_nodes
 from ngsgd.errors import EXIT_OK, ConfigError, RunInterrupted
-from ngsgd.launcher.mlflow.store import tracking_uri
+from ngsgd.launcher.mlflow.metrics import run_metrics
+from ngsgd.launcher.mlflow.store import resolved, tracking_uri
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.reports.figures import draw
@@ -22,43 +22,37 @@ from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts
 from ngsgd.launcher.text import masked
+from ngsgd.launcher.trackers import of_kind, require_package
 from ngsgd.phase import Phase
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.runs import trust as permission
+from ngsgd.runs.config_file import read_config
 from ngsgd.runs.fingerprint_check import FingerprintCheck
-from ngsgd.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
-from ngsgd.runs.saved_config import read_config
+from ngsgd.runs.run_folder import SIMULATION, Place, RunFolder, require_unchanged, resume_command
 from ngsgd.training.records import FinalReport, Tracker
 from ngsgd.training.storage.event_log import events_of
 from ngsgd.training.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.run import Run
-    from ngsgd.runs.verification import Request
-    from ngsgd.training.verification.repetition import Verification
 
 
-def train(config: RunConfig, quiet: bool, trust: bool = False, *,
+def train(config: RunConfig, quiet: bool, trust: bool = False, *, place: Place | None = None,
           allow_other_bits: bool = False) -> FinalReport:
-    """Train a new run, from data to WER.
-
-    Args:
-        config: complete configuration of the run.
-        quiet: print incidents and the result only.
-        trust: import a module that only the model to start from names.
-        allow_other_bits: accept workers whose results agree to rounding only.
-    """
-    if config.cluster.kind in ("slurm", "kubernetes"):
-        raise ConfigError(f"cluster={config.cluster.kind} trains by submission only: ngsgd submit "
-                          f"cluster={config.cluster.kind} ...")
-    if config.cluster.kind == "ray" and not config.cluster.address and (problems := list(of_other_nodes(config))):
-        raise ConfigError(one.message for one in problems)
-    _require_cluster(config)
+    """Train a new run, from data to WER; `trust` imports a module that only init_model names."""
+    kind = config.cluster.kind
+    if kind in ("slurm", "kubernetes"):
+        raise ConfigError(f"cluster={kind} trains by submission only: ngsgd submit "
+                          f"cluster={kind} ...")
+    if (kind == "ray" and not config.cluster.address and (problems := [one.message for one in of_other_nodes(config)])):
+        raise ConfigError(problems)
+    _require_cluster(config, quiet)
+    config = resolved(config, _progress(config, quiet).warn)
     # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run
 
     with _services_with_ray(config, quiet) as services:
-        return build_run(config, services, trust=trust, allow_other_bits=allow_other_bits).train()
+        return build_run(config, replace(services, place=place or Place()), trust=trust, allow_other_bits=allow_other_bits).train()
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
@@ -68,18 +62,9 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
 
     A run that finished stays as it is.
 
-    Cluster and number of workers may differ, without effect on the result. The threads per worker
-    stay the same.
-
-    Args:
-        run_dir: the run folder.
-        quiet: print incidents and the result only.
-        address: Ray cluster; None: that of the run.
-        num_workers: number of workers; None: that of the run.
-        accept_changed_config: accept a config.yaml that was edited.
-        trust: import the module that the run names.
-        given: settings of the command line of --continue; a module named there needs no `trust`.
-        allow_other_bits: accept another processor, version or kernel.
+    Cluster and number of workers may differ, without effect on the result; None: those of the run.
+    The threads per worker stay the same. `given` are the settings of the command line of
+    --continue; a module named there needs no `trust`.
     """
     folder = RunFolder.open(run_dir)
     config = read_config(folder.config)
@@ -108,8 +93,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         # first: it fails if the password was given only on the first command line
         tracking_uri(config)
     # before a connection to the cluster, which takes seconds
-    permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
-    _require_cluster(config)
+    permission.require_run(folder, config, trust=trust)
+    _require_cluster(config, quiet)
     from ngsgd.pipeline.run import build_run
 
     with _services_with_ray(config, quiet) as services:
@@ -117,46 +102,13 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     return EXIT_OK
 
 
-def _require_cluster(config: RunConfig) -> None:
+def _require_cluster(config: RunConfig, quiet: bool) -> None:
     """Raise ClusterError if the workers of a run cannot start, before its data is prepared."""
     require_cluster(config.cluster)
     if config.cluster.kind == "ray" and config.cluster.address:
         from ngsgd.launcher.ray.cluster import require_workers
 
-        require_workers(config.cluster)
-
-
-def decode(run_dir: Path, quiet: bool, trust: bool = False) -> int:
-    """Decode again with the final model of a run."""
-    run = open_run(run_dir, quiet)
-    result = run.decode(trust=trust)
-    run.services.report(f"valid  {result.valid}")
-    run.services.report(f"test   {result.test}")
-    return EXIT_OK
-
-
-def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
-             trust: bool = False) -> dict[str, dict[str, float] | None]:
-    """Return objective and frame accuracy of validation and test set."""
-    return open_run(run_dir, quiet).evaluate(outer_iter, trust=trust)
-
-
-def verify(run_dir: Path, request: Request, *, quiet: bool, trust: bool = False) -> Verification:
-    """Repeat jobs of a run that is not training, on this machine."""
-    folder = RunFolder.open(run_dir)
-    config = read_config(folder.config)
-    if config.task.from_python:
-        raise ConfigError("the task of this run came from a Python program, so no command can repeat its jobs; call "
-                          f"ngsgd.load({str(folder.path)!r}, task).verify(Request(Sample.parse('5%'))) there.")
-    if (folder.path / SIMULATION).exists():
-        raise ConfigError(f"{folder.path} is a simulation, which has no real jobs; verify a run of ngsgd train.")
-    require_unchanged(folder.config)
-    from ngsgd.pipeline.run import build_run
-
-    progress = _progress(config, quiet)
-    services = Services(progress.report, progress.warn)
-    fingerprint = FingerprintCheck.of_resumed_run(config, folder, lambda _line: None, allow_other_bits=True)
-    return build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).verify(request)
+        require_workers(config.cluster, _progress(config, quiet).report)
 
 
 def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
@@ -177,17 +129,23 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
 
 def services_of(config: RunConfig, quiet: bool) -> Services:
     """Progress lines on the terminal, MLflow, Ray, stop signals and plots."""
+    require_package(config.tracking.kind)
     progress = _progress(config, quiet)
     stop = SignalStop(config.failure.grace_period_s, progress.report)
 
     def trackers(config: RunConfig, folder: RunFolder) -> list[Tracker]:
-        mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, progress.warn, progress.report)]
+        found = _ray_metrics(config, folder)
+        if config.tracking.kind == "mlflow":
+            found.append(MlflowTracker(config, folder.path, progress.warn, progress.report))
+        elif config.tracking.kind != "none":
+            found.append(of_kind(config, folder, progress.warn))
         # the progress last, so that the wait for MLflow is shown
-        return [*mlflow, progress]
+        return [*found, progress]
 
-    return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
-                    catch_signals=partial(signals_to, stop),
-                    plot=lambda events, picture: draw(events_of(events), picture, is_speech=not config.task._target_))
+    return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers,
+                    stop=stop, catch_signals=partial(signals_to, stop),
+                    plot=lambda events, picture: draw(events_of(events), picture,
+                                                      is_speech=not config.task._target_))
 
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
@@ -198,47 +156,50 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
 
 @contextlib.contextmanager
 def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
-    """Services whose Ray instance starts before data preparation, and ends if that fails.
-
-    Raises:
-        RunInterrupted: Ctrl-C or SIGTERM outside of the outer iterations.
-    """
-    begun = False
+    """Services whose Ray instance starts before data preparation, and ends if that fails."""
     services = services_of(config, quiet)
+    with contextlib.ExitStack() as ends:
+        def begin(config: RunConfig) -> None:
+            if config.cluster.kind == "ray":
+                from ngsgd.launcher.ray import cluster
 
-    def begin(config: RunConfig) -> None:
-        nonlocal begun
-        if config.cluster.kind == "ray":
-            from ngsgd.launcher.ray import cluster
+                ends.callback(cluster.end_unused)
+                if not config.cluster.address:
+                    services.report(Phase("starting Ray"))
+                cluster.begin(config.cluster)
+                # Ray's C++ code has replaced the handler
+                handle_sigterm()
 
-            begun = True
-            if not config.cluster.address:
-                services.report(Phase("starting Ray"))
-            cluster.begin(config.cluster)
-            # Ray's C++ code has replaced the handler
-            handle_sigterm()
+        try:
+            with sigterm_interrupts() as handle_sigterm:
+                yield replace(services, begin=begin)
+        except KeyboardInterrupt as interrupt:
+            raise RunInterrupted("stopped before training; run the same command "
+                                 "again.") from interrupt
 
-    try:
-        with sigterm_interrupts() as handle_sigterm:
-            yield replace(services, begin=begin)
-    except KeyboardInterrupt as interrupt:
-        raise RunInterrupted("stopped before training; run the same command again.") from interrupt
-    finally:
-        if begun:
-            from ngsgd.launcher.ray import cluster
 
-            cluster.end_unused()
+def _ray_metrics(config: RunConfig, folder: RunFolder) -> list[Tracker]:
+    """The metrics of a cluster that was joined; nobody reads those of a Ray of this run alone."""
+    if config.cluster.kind != "ray" or not config.cluster.address:
+        return []
+    from ngsgd.launcher.ray.metrics import RayMetrics
+
+    return [RayMetrics(folder.path.name, lambda record, before_s: run_metrics(record, is_speech=not config.task._target_,
+                                                                              before_s=before_s))]
 
 
 def _pool(request: PoolRequest) -> WorkerPool:
     if request.spec.settings.cluster.kind != "ray":
         return local_pool(request)
-    from ngsgd.launcher.ray.pool import RayPool
+    from ngsgd.launcher.ray.metrics import MeteredRayPool
     from ngsgd.launcher.ray.session import RAY_LOG
 
-    RAY_LOG.write_to(request.log_directory.parent / "ray.log")
-    return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report,
-                   [str(folder) for folder in request.folders])
+    run = request.log_directory.parent
+    RAY_LOG.write_to(run / "ray.log")
+    pool = MeteredRayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report,
+                          [str(folder) for folder in request.folders])
+    pool.run = run.name
+    return pool
 
 
 def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
@@ -248,16 +209,9 @@ def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
     """
     if given is not None and masked(given.tracking.uri, known=False) == config.tracking.uri:
         config = replace(config, tracking=replace(config.tracking, uri=given.tracking.uri))
-    if given is not None and given.task._target_ and given.task.args == config.task.args \
-            and given.task._target_ == config.task._target_:
-        found = os.path.abspath(given.task.search_path or os.getcwd())
-        config = replace(config, task=replace(config.task, search_path=found))
-        permission.allow(config.task)
-    if given is None or not given.model._target_:
-        return config
-    if (given.model._target_, given.model.args) != (config.model._target_, config.model.args):
-        return config
-    found = os.path.abspath(given.model.search_path or os.getcwd())
-    config = replace(config, model=replace(config.model, search_path=found))
-    permission.allow(config.model)
+    for name, module in permission.modules_of(permission.absolute(given)).items() if given is not None else ():
+        own = getattr(config, name)
+        if (module._target_, module.args) == (own._target_, own.args):
+            permission.allow(module)
+            config = replace(config, **{name: replace(own, search_path=module.search_path)})
     return config

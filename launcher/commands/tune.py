@@ -6,18 +6,23 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import RunConfig
+from ngsgd.config.build import flatten
 from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
-from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.arguments import CONFIG, JSON, Parser
+from ngsgd.launcher.mlflow.store import experiment_id, open_client, resolved, tracking_uri
+from ngsgd.launcher.text import masked
 from ngsgd.object_storage.urls import is_url
 from ngsgd.pipeline.tuning import Proxy, Tuned, coarse_searcher, search, settings_of
+from ngsgd.runs.run_folder import what_is_trained
+from ngsgd.yaml_text import dump_yaml
 
 # imports torch, which would slow down --help
 if TYPE_CHECKING:
@@ -25,15 +30,15 @@ if TYPE_CHECKING:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """`ngsgd tune`."""
-    options = _parser().parse_with_settings(arguments)
-    from ngsgd.launcher.config import compose, tuned_file
-    from ngsgd.launcher.mlflow.tune_tracker import TuneTracker
+    parser = Parser("tune", epilog="ngsgd settings tune lists the settings of the search.")
+    parser.declare({"--json": f"{JSON}; progress goes to stderr", "--quiet -q": "print the result only", **CONFIG})
+    options = parser.parse_with_settings(arguments)
+    from ngsgd.launcher.config import compose
+    from ngsgd.launcher.config.sources import Sources
     from ngsgd.pipeline import prepare
     from ngsgd.runs.run_folder import check_output_dir
 
-    config = compose.compose(tuned_file.expanded(options.overrides),
-                             config_dir=Path(options.config_dir) if options.config_dir else None)
+    config = compose.compose(options.overrides, Sources.of(options))
     config.sites.require_none("ngsgd tune")
     if config.objective.kind != "ce":
         raise ConfigError(f"objective.kind is {config.objective.kind}, and ngsgd tune supports the "
@@ -45,6 +50,10 @@ def command(arguments: Sequence[str]) -> int:
             print(line, flush=True, file=stream)
 
     check_output_dir(config)
+    if config.tracking.kind not in ("mlflow", "none"):
+        raise ConfigError(f"tracking.kind is {config.tracking.kind}, and ngsgd tune writes to MLflow or its own folder only; set "
+                          "mlflow or none.")
+    config = resolved(config, report)
     proxy = Proxy.of(config, prepare.prepare(config, report).egs_directory)
     space = proxy.space
     report(f"proxy      {counted(space.num_jobs, 'job')} x {counted(space.num_steps, 'minibatch', 'minibatches')}, "
@@ -52,8 +61,9 @@ def command(arguments: Sequence[str]) -> int:
     folder = _folder(config)
     report(f"folder     {folder}")
     if config.tune.coarse_fraction:
-        report(f"coarse     {'Optuna TPE' if coarse_searcher()[0] == 'tpe' else 'random search: Optuna is not installed'}")
-    tracker = TuneTracker(config, folder, report)
+        found_optuna = coarse_searcher()[0] == "tpe"
+        report(f"coarse     {'Optuna TPE' if found_optuna else 'random search: Optuna is not installed'}")
+    tracker = _Tracker(config, folder, report)
     began = time.monotonic()
     try:
         found, result = search(proxy, tracker.trial)
@@ -71,22 +81,73 @@ def command(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _parser() -> Parser:
-    parser = Parser("tune", epilog="ngsgd settings tune lists the settings of the search.")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
-    parser.add_argument("--json", action="store_true", help=f"{JSON}; progress goes to stderr")
-    parser.add_argument("--quiet", "-q", action="store_true", help="print the result only")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="folder of custom YAML files")
-    return parser
+class _Tracker:
+    """A line for each trial, and the same figures in MLflow, over the cost in proxy runs."""
+
+    def __init__(self, config: RunConfig, folder: Path, report: Callable[[str], None]) -> None:
+        self._folder, self._report, self._best = folder, report, float("inf")
+        self._num_trials = 0
+        # until an error
+        self._is_tracked = config.tracking.kind == "mlflow"
+        self._safely(lambda: self._open(config))
+
+    def _open(self, config: RunConfig) -> None:
+        client: Any = open_client(tracking_uri(config))
+        self._client, self._run_id = client, config.tracking.run_id
+        if not self._run_id:
+            experiment, parent = experiment_id(client, config, f"{what_is_trained(config)}-tune"), config.tracking.parent_run_id
+            tags = {"mlflow.parentRunId": parent} if parent else {}
+            self._run_id = client.create_run(experiment, run_name=self._folder.name, tags=tags).info.run_id
+        # MLflow refuses to change those of a run that exists
+        known = client.get_run(self._run_id).data.params
+        for key, value in flatten(config).items():
+            if key.startswith(("tune.", "schedule.", "optimizer.")) and key not in known:
+                client.log_param(self._run_id, key, masked(str(value)) or "''")
+
+    def trial(self, trial: SearchTrial) -> None:
+        self._num_trials += 1
+        mark = "*" if trial.value < self._best else " "
+        self._best = min(self._best, trial.value)
+        self._report(f"{trial.kind:10} {self._num_trials:4} {trial.cost:7.1f} runs  valid "
+                     f"{trial.value:.4f}{mark}  best {self._best:.4f}")
+        if trial.value < float("inf"):
+            self._log({"tune/val": trial.value, "tune/best": self._best}, trial.cost)
+
+    def finished(self, search: SearchResult, result: Tuned) -> None:
+        for one in search.trials:
+            if one.report is not None:
+                self._log({"tune/hypergrad_norm": one.norm, "tune/adjoint_growth": min(one.report.adjoint_growth, 1e30),
+                           "tune/spill_bytes": float(one.report.spill_bytes)}, one.cost)
+        self._log({"tune/val": result.valid, "tune/test": result.held_out}, search.spent)
+        self._safely(lambda: self._client.log_artifacts(self._run_id, str(self._folder)))
+
+    def close(self) -> None:
+        self._safely(lambda: self._client.set_terminated(self._run_id))
+
+    def _log(self, figures: Mapping[str, float], cost: float) -> None:
+        def send() -> None:
+            for name, value in figures.items():
+                self._client.log_metric(self._run_id, name, value, step=round(cost))
+        self._safely(send)
+
+    def _safely(self, send: Callable[[], object]) -> None:
+        """Send to MLflow, and not again after an error; the folder has all results."""
+        try:
+            if self._is_tracked:
+                send()
+        except Exception as error:
+            self._is_tracked = False
+            reason = masked(str(error).strip().partition("\n")[0])
+            self._report(f"MLflow cannot be written ({reason}); tuning continues, and {self._folder} holds all results.")
 
 
 def _folder(config: RunConfig) -> Path:
     if is_url(config.output_dir):
         raise ConfigError(f"output_dir is {config.output_dir}; ngsgd tune writes to a folder of this machine only, so set "
                           "output_dir=PATH.")
-    root = Path(config.output_dir).absolute() / "tune"
-    name = config.name or f"{config.data.corpus}-{config.model.label}-{config.optimizer.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = root / name
+    name = config.name or (f"{config.data.corpus}-{config.model.label}-{config.optimizer.label}-"
+                           f"{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(config.output_dir).absolute() / "tune" / name
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -96,20 +157,16 @@ def _folder(config: RunConfig) -> Path:
 
 def _write(proxy: Proxy, found: SearchResult, result: Tuned, folder: Path) -> None:
     """Write tuned.yaml, tuned.json, trials.jsonl and the plot of the schedule."""
-    from ngsgd.launcher.config import tuned_file
     from ngsgd.launcher.reports.figures import draw_schedule
 
     space, s = proxy.space, proxy.space.settings
-    tuned_file.write(folder / "tuned.yaml", settings_of(proxy.config, space, result.values, space.num_jobs), [
-        "written by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE",
-        f"on {proxy.task.num_frames:,} frames in {counted(space.num_jobs, 'job')}: objf {-result.valid:.4f}, "
-        f"held out {-result.held_out:.4f}"])
+    comments = ("# written by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE\n"
+                f"# on {proxy.task.num_frames:,} frames in {counted(space.num_jobs, 'job')}: objf {-result.valid:.4f}, "
+                f"held out {-result.held_out:.4f}\n")
+    write_text(folder / "tuned.yaml", comments + dump_yaml(settings_of(proxy.config, space, result.values, space.num_jobs)))
     write_text(folder / "tuned.json", json.dumps(asdict(result), indent=1))
-    write_text(folder / "trials.jsonl", "".join(json.dumps(_line(trial)) + "\n" for trial in found.trials))
+    lines = ({**asdict(one), "value": one.value if math.isfinite(one.value) else None} for one in found.trials)
+    write_text(folder / "trials.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     if "schedule" in result.values:
         before = [float(s.lr_initial * (s.lr_final / s.lr_initial) ** (knot / (space.knots - 1))) for knot in range(space.knots)]
         draw_schedule(result.values["schedule"], before, folder / "schedule.png")
-
-
-def _line(trial: SearchTrial) -> dict[str, Any]:
-    return {**asdict(trial), "value": trial.value if math.isfinite(trial.value) else None}

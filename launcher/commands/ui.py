@@ -17,9 +17,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError, PortInUseError
 from ngsgd.launcher.arguments import Parser
@@ -45,32 +46,27 @@ class DashboardError(NgsgdError):
 
 
 def command(arguments: Sequence[str]) -> int:
-    """`ngsgd ui`."""
     parser = Parser("ui")
-    parser.add_argument("folder", nargs="?", metavar="FOLDER",
-                        help="folder of the runs, with mlflow.db (default: runs)")
-    parser.add_argument("--output-dir", metavar="DIR", help="FOLDER as an option")
-    parser.add_argument("--host", default="127.0.0.1",
-                        help="address to listen on (default: %(default)s, this machine only)")
-    parser.add_argument("--port", type=int, default=5000,
-                        help="port to listen on (default: %(default)s)")
-    options = parser.parse_args(list(arguments))
-    return serve(local_root(options.folder or options.output_dir or "runs"), host=options.host, port=options.port)
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="folder of the runs, with mlflow.db (default: runs)")
+    parser.declare({"--output-dir DIR": "FOLDER as an option",
+        "--host HOST": ("127.0.0.1", "address to listen on (default: %(default)s, this machine only)"),
+        "--port PORT": (5000, "port to listen on")})
+    options = parser.parse_args(arguments)
+    folder = local_root(options.folder or options.output_dir or "runs")
+    return serve(folder, host=options.host, port=options.port)
 
 
 def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: Callable[[str], None] = print) -> int:
     """Serve until Ctrl-C or SIGTERM, and end all processes of the server."""
     require_usable(output_dir, host, port)
     say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, sigterm_interrupts():
-        _write_plugin(Path(plugin))
+    with (tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, sigterm_interrupts()):
         mark = secrets.token_hex(8)
-        server = _start(server_command(output_dir, host, port), log, plugin, mark)
+        server = _start(server_command(output_dir, host, port), log, Path(plugin), mark)
         try:
             _wait_until_healthy(server, mark, host, port, log)
             address = _address(host, port)
-            experiment = newest_run(output_dir).get("experiment_id", "")
-            for line in page_links(output_dir, address, has_view=bool(experiment) and _add_view(address, str(experiment))):
+            for line in page_links(output_dir, address, _experiments(address)):
                 say(line)
             say("Stop it with Ctrl-C.")
             server.wait()
@@ -83,51 +79,65 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
 
 
 def newest_run(output_dir: Path) -> dict[str, Any]:
-    """Return where the run that was written last is in MLflow; empty if there is none."""
-    written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime)
-    return read_tracking(written[-1].parent) if written else {}
+    """Return the place of the newest run in the database of a folder; empty if there is none."""
+    written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    found = (read_tracking(file.parent) for file in written)
+    return next((one for one in found if one.get("tracking_uri") == sqlite_uri(output_dir)), {})
 
 
-def page_links(output_dir: Path, address: str, *, has_view: bool = False) -> list[str]:
-    """Return links to the table and the charts of the newest experiment, and to its newest run.
-
-    `has_view`: the experiment has our columns of the table.
-    """
-    stored = newest_run(output_dir)
-    if not stored:
+def page_links(output_dir: Path, address: str, experiments: Sequence[str]) -> list[str]:
+    """Return links to the table and the charts of all experiments, and to the newest run."""
+    if not experiments:
         return [f"runs        {address}/#/experiments{_PAGES}"]
-    experiment = f"{address}/#/experiments/{stored['experiment_id']}"
-    return [f"runs        {experiment}/runs{_PAGES}{f'&viewStateShareKey={_VIEW}' if has_view else ''}",
-            f"charts      {experiment}/runs{_PAGES}&compareRunsMode=CHART",
-            f"newest run  {experiment}/runs/{stored['run_id']}/model-metrics{_PAGES}"]
+    if len(experiments) == 1:
+        view = f"&viewStateShareKey={_VIEW}" if _add_view(address, experiments[0]) else ""
+        page, shown = f"{address}/#/experiments/{experiments[0]}/runs{_PAGES}", view
+    else:
+        page, shown = f"{address}/#/compare-experiments/s{_PAGES}&experiments={quote(json.dumps(list(experiments)))}", ""
+    links, stored = [f"runs        {page}{shown}", f"charts      {page}&compareRunsMode=CHART"], newest_run(output_dir)
+    if stored:
+        links.append(f"newest run  {address}/#/experiments/{stored['experiment_id']}/runs/{stored['run_id']}/model-metrics{_PAGES}")
+    return links
+
+
+def _experiments(address: str) -> list[str]:
+    """All experiments but MLflow's own one without runs; empty if the server does not answer."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = _post(address, "experiments/search", {"max_results": 1000, "view_type": "ACTIVE_ONLY"})
+        numbers = [str(one["experiment_id"]) for one in found["experiments"]]
+        runs = _post(address, "runs/search", {"experiment_ids": ["0"], "max_results": 1})
+        return [number for number in numbers if number != "0" or runs.get("runs")]
+    return []
+
+
+def _post(address: str, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(f"{address}/api/2.0/mlflow/{what}", json.dumps(content).encode(),
+                                     {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
 
 
 def _add_view(address: str, experiment_id: str) -> bool:
-    """Store the columns of the table as a shared view of the experiment, as MLflow's button Share
-    does.
-    """
-    view = {"searchFilter": "", "orderByKey": "attributes.start_time", "orderByAsc": False, "startTime": "ALL",
-            "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
+    """Store the columns of the table as a shared view, as MLflow's button Share does."""
+    view = {"searchFilter": "", "orderByKey": "attributes.start_time", "orderByAsc": False,
+            "startTime": "ALL", "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
             "selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
-    tag = {"experiment_id": experiment_id, "key": f"mlflow.sharedViewState.{_VIEW}", "value": json.dumps(view)}
-    request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/set-experiment-tag", json.dumps(tag).encode(),
-                                     {"Content-Type": "application/json"})
-    try:
-        urllib.request.urlopen(request, timeout=30).close()
-    except OSError:
-        # without it, the pages have MLflow's own columns
-        return False
-    return True
+    # without it, the pages have MLflow's own columns
+    with contextlib.suppress(OSError, ValueError):
+        _post(address, "experiments/set-experiment-tag",
+              {"experiment_id": experiment_id, "key": f"mlflow.sharedViewState.{_VIEW}", "value": json.dumps(view)})
+        return True
+    return False
 
 
 def require_usable(output_dir: Path, host: str, port: int) -> None:
     """Raise one ConfigError with all problems."""
-    problems = []
+    port_problem = _port_problem(host, port)
+    problems = [port_problem] if port_problem else []
     if not (output_dir / "mlflow.db").is_file():
-        problems.append(f"{output_dir} holds no mlflow.db, so there are no runs to show; give the "
-                        "output_dir of a run: ngsgd ui PATH")
-    if problem := _port_problem(host, port):
-        problems.append(problem)
+        problems.insert(0, f"{output_dir} holds no mlflow.db, so there are no runs to show; give "
+                           "the output_dir of a run: ngsgd ui PATH")
     if problems:
         is_in_use = len(problems) == 1 and problems[0].startswith(f"port {port} of")
         raise (PortInUseError if is_in_use else ConfigError)(problems)
@@ -136,7 +146,6 @@ def require_usable(output_dir: Path, host: str, port: int) -> None:
 
 
 def _port_problem(host: str, port: int) -> str:
-    """Why the port cannot be used; empty if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -171,23 +180,20 @@ def server_command(output_dir: Path, host: str, port: int) -> list[str]:
             "--app-name", _APP, "--host", host, "--port", str(port), "--workers", "1"]
 
 
-def _write_plugin(folder: Path) -> None:
-    """Register `ngsgd.launcher.mlflow.ui_app` as an entry point, where MLflow looks for servers."""
-    package = folder / "ngsgd_ui-1.dist-info"
+def _start(command: list[str], log: IO[bytes], plugin: Path, mark: str) -> subprocess.Popen[bytes]:
+    # an entry point, where MLflow looks for servers
+    package = plugin / "ngsgd_ui-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: ngsgd-ui\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(f"[mlflow.app]\n{_APP} = "
-                                              "ngsgd.launcher.mlflow.ui_app:app\n")
-
-
-def _start(command: list[str], log: IO[bytes], plugin: str, mark: str) -> subprocess.Popen[bytes]:
-    # saves a process of 236 MB
+    (package / "entry_points.txt").write_text(f"[mlflow.app]\n{_APP} = ngsgd.launcher.mlflow.ui_app:app\n")
+    path = [str(plugin), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+    # without job execution: saves a process of 236 MB
     settings = {MARK: mark, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))}
+                "PYTHONPATH": os.pathsep.join(filter(None, path))}
     # a new session: Ctrl-C reaches only this process, which ends the server with its children
-    return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                            start_new_session=True)
+    return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log,
+                            stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _wait_until_healthy(server: subprocess.Popen[bytes], mark: str, host: str, port: int, log: IO[bytes]) -> None:
@@ -205,8 +211,7 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], mark: str, host: str, p
             # another server took the port since the check
             raise ConfigError(_in_use(host, port))
         time.sleep(0.3)
-    raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: "
-                         f"{_last_line(log)}")
+    raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: {_last_line(log)}")
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
@@ -225,5 +230,4 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _address(host: str, port: int) -> str:
-    """Address of the server for a program on this machine."""
     return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"

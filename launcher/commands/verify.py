@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ngsgd.counting import counted
-from ngsgd.errors import EXIT_OK
+from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, TRUST, Parser
-from ngsgd.runs.run_folder import find_run
+from ngsgd.launcher.reports.progress import ProgressTracker
+from ngsgd.runs.config_file import read_config
+from ngsgd.runs.run_folder import SIMULATION, RunFolder, find_run, require_unchanged
 
-# import torch, which would slow down --help
+# imports torch, which would slow down --help
 if TYPE_CHECKING:
-    from ngsgd.training.verification.repetition import Check, Verification
+    from ngsgd.training.verification.repetition import Check
 
 
 def command(arguments: Sequence[str]) -> int:
-    """`ngsgd verify`."""
     parser = Parser("verify")
-    parser.add_argument("run", metavar="RUN", help="folder of a finished or stopped run, or its name under runs/")
-    parser.add_argument("--sample", default="5%", metavar="P%|N",
-                        help="jobs to repeat: a percentage of all counted jobs, or a number (default: 5%%)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sample (default: %(default)s)")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
-    parser.add_argument("--quiet", "-q", action="store_true", help="print the result only")
-    parser.add_argument("--json", action="store_true", help=JSON)
-    options = parser.parse_args(list(arguments))
-    run = find_run(options.run, to_write=True)
-    from ngsgd.launcher.commands import train as service
+    parser.declare({
+        "RUN": "folder of a finished or stopped run, or its name under runs/",
+        "--sample P%|N": ("5%", "jobs to repeat: a percentage of all counted jobs, or a number (default: 5%%)"),
+        "--seed S": (0, "seed of the sample"),
+        "--trust": TRUST, "--quiet -q": "print the result only", "--json": JSON})
+    options = parser.parse_args(arguments)
+    folder = RunFolder.open(find_run(options.run, to_write=True))
+    config, path = read_config(folder.config), folder.path
+    if config.task.from_python:
+        raise ConfigError("the task of this run came from a Python program, so no command can "
+                          f"repeat its jobs; call ngsgd.load({str(path)!r}, task).verify(Request(Sample.parse('5%'))) there.")
+    if (path / SIMULATION).exists():
+        raise ConfigError(f"{path} is a simulation, which has no real jobs; verify a run of ngsgd train.")
+    require_unchanged(folder.config)
+    from ngsgd.pipeline.run import build_run
+    from ngsgd.pipeline.services import Services
+    from ngsgd.runs.fingerprint_check import FingerprintCheck
     from ngsgd.runs.verification import Request
     from ngsgd.training.verification.repetition import Sample
 
@@ -39,17 +48,20 @@ def command(arguments: Sequence[str]) -> int:
         results = {"identical": "bitwise identical", "failed": f"not repeated: {check.reason}",
                    "close": f"objective differs by {check.distance:.2g} relative"}
         if not is_quiet:
-            print(f"outer iteration {check.job.outer_iter + 1}, job {check.job.job}, worker {check.job.worker}: "
-                  f"{results.get(check.outcome, check.outcome)}")
-    found = service.verify(run, Request(Sample.parse(options.sample), options.seed, report), quiet=is_quiet, trust=options.trust)
-    print(json.dumps(asdict(found), indent=1) if options.json else _summary(found))
+            print(f"outer iteration {check.job.outer_iter + 1}, job {check.job.job}, worker "
+                  f"{check.job.worker}: {results.get(check.outcome, check.outcome)}")
+
+    progress = ProgressTracker(quiet=is_quiet, is_speech=not config.task._target_)
+    fingerprint = FingerprintCheck.of_resumed_run(config, folder, lambda _line: None, allow_other_bits=True)
+    run = build_run(config, Services(progress.report, progress.warn), folder=folder,
+                    fingerprint=fingerprint, trust=options.trust)
+    found = run.verify(Request(Sample.parse(options.sample), options.seed, report))
+    names: dict[Any, str] = {
+        "identical": "bitwise identical", "close": "equal within the tolerance",
+        "differs": "different", "not reproducible": "not reproducible", "failed": "not repeated"}
+    counts = Counter(check.outcome for check in found.checks)
+    shown = [f"{counts[outcome]} {name}" for outcome, name in names.items() if counts[outcome]]
+    print(json.dumps(asdict(found), indent=1) if options.json else
+          f"{len(found.checks)} of {counted(found.num_counted, 'counted job')}: {', '.join(shown)}")
     found.require_equal()
     return EXIT_OK
-
-
-def _summary(found: Verification) -> str:
-    counts = {"bitwise identical": found.count("identical"), "equal within the tolerance": found.count("close"),
-              "different": found.count("differs"), "not reproducible": found.count("not reproducible"),
-              "not repeated": found.count("failed")}
-    shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"{len(found.checks)} of {counted(found.num_counted, 'counted job')}: {shown}"

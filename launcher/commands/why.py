@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.arguments import JSON, RUN, Parser
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import Answer, explain, explain_command, lines_about
@@ -17,25 +16,19 @@ from ngsgd.runs.run_folder import find_run
 
 
 def command(arguments: Sequence[str]) -> int:
-    """`ngsgd why`."""
     parser = Parser("why")
     parser.add_argument("run", nargs="?", metavar="RUN",
-                        help="run folder, or its name under runs/ (default: the last command that failed before it created a "
-                             "run, else the newest run)")
-    parser.add_argument("--output-dir", default="runs", metavar="DIR",
-                        help="folder of the runs, if RUN is not given (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help=JSON)
-    options = parser.parse_args(list(arguments))
+                        help=f"{RUN} (default: the last command that failed before it created a run, else the newest run)")
+    parser.declare({"--output-dir DIR": ("runs", "folder of the runs, if RUN is not given"), "--json": JSON})
+    options = parser.parse_args(arguments)
     answer = explain(find_run(options.run, with_models=False)) if options.run else _newest(options.output_dir)
     print(masked(json.dumps(answer.as_json(), indent=1) if options.json else printable("\n".join(lines_about(answer)))))
     return EXIT_OK
 
 
 def _newest(output_dir: str) -> Answer:
-    """The answer for the last failed command, else for the newest run."""
     root = local_root(output_dir)
-    found = explain_command(root)
-    if found:
+    if found := explain_command(root):
         return found
     if is_url(output_dir):
         # a run that was fetched just now is not newer than the others
@@ -44,14 +37,12 @@ def _newest(output_dir: str) -> Answer:
     else:
         # and the first networks of data.labels=ladder, unless they finished
         networks = (file for file in root.glob("data/networks/*/config.yaml") if state_of(file.parent)["state"] != "SUCCEEDED")
-        runs = sorted([*root.glob("*/config.yaml"), *networks], key=lambda file: (_newest_change(file.parent), file.parent.name))
+        # by the newest event or error that was written, or the configuration
+        names = ("config.yaml", "events.jsonl", "error.json")
+        runs = sorted([*root.glob("*/config.yaml"), *networks], key=lambda config: (
+            max(file.stat().st_mtime_ns for name in names if (file := config.with_name(name)).is_file()),
+            config.parent.name))
     if not runs:
-        raise ConfigError(f"{output_dir} contains no runs, and no failed command is recorded for it; name a run, or a folder of "
-                          "runs with --output-dir.")
+        raise ConfigError(f"{output_dir} contains no runs, and no failed command is recorded for "
+                          "it; name a run, or a folder of runs with --output-dir.")
     return explain(runs[-1].parent.resolve())
-
-
-def _newest_change(run: Path) -> int:
-    """When the newest event or error of a run was written, or its configuration."""
-    files = (run / name for name in ("config.yaml", "events.jsonl", "error.json"))
-    return max(file.stat().st_mtime_ns for file in files if file.is_file())

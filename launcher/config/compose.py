@@ -1,61 +1,59 @@
 """From command-line overrides and YAML to `ngsgd.config.RunConfig`, with all mistakes at once.
 
-Hydra merges, and the dataclasses decide. Hydra's schema consists of the dataclasses' defaults. Its
-result is built back into dataclasses, which rejects unknown keys and wrong types of files as well.
+Hydra merges, and the dataclasses decide: its result is built back into them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
+import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ngsgd.config import RunConfig, choices_of, default_with, types_of, with_kinds
+from ngsgd.config import RunConfig, default_with, types_of, with_kinds
 from ngsgd.config.build import defaults, kinds_in, leaves, options_of_kinds, paths, plain, section_names
 from ngsgd.config.other_names import did_you_mean, instead_of
+from ngsgd.config.sections.cluster import kind_with
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import suggestions
 from ngsgd.launcher.config.config_builder import Given, build_checked
-from ngsgd.runs.saved_config import yaml_problem
+from ngsgd.launcher.config.sources import BASE, GROUPS_OF_KINDS, HYDRA, OURS, Primary, Sources, conf_dir, kinds
+from ngsgd.runs.config_file import yaml_problem
+from ngsgd.yaml_text import load_yaml, read_yaml_text
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 # composing takes about 0.1 s each; further jobs are checked when they start
-_MAX_SWEEP_JOBS_CHECKED = 64
-# arguments of a custom network, whose names are free
-_FREE = "model.args"
-_CONFIG_NAME = "config"
-# sections whose kind is chosen by optimizer=adam, which is the same as optimizer.kind=adam
-_GROUPS_OF_KINDS = ("model", "objective", "optimizer", "outer", "cluster")
+MOST_CHECKED = 64
+# groups of ngsgd.yaml behind the recipe; begins the groups with the same choices behind experiments
+_LATE, _AGAIN = {*GROUPS_OF_KINDS, "augment"}, "again/"
+# a file of settings learned by `ngsgd tune`
+_TUNED = ("+tuned=", "tuned=")
+# by launcher or sweeper of Hydra that is not installed; "": any other
+_PLUGINS = {"": " pip install 'ngsgd[sweep]' adds joblib, submitit and optuna.",
+            "ray": " hydra-ray-launcher needs another Ray; start the runs with hydra/launcher=joblib, and give each its workers on "
+                   "the cluster with cluster=ray cluster.address=HEAD:PORT."}
 # characters of an override in a message
 _LONGEST_SHOWN = 200
 
 
-def conf_dir() -> Path:
-    """Return the folder of YAML groups, next to `launcher` in a wheel and in a source tree."""
-    return Path(__file__).resolve().parents[2] / "conf"
-
-
-def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Return the choices of each group: kinds of sections, files of conf/ and of `config_dir`."""
-    found = {group: set(kinds) for group, kinds in _kinds().items()}
-    for root in [conf_dir(), *([config_dir] if config_dir else [])]:
-        for file in root.glob("*/*.yaml"):
-            found.setdefault(file.parent.name, set()).add(file.stem)
-    return {group: sorted(choices) for group, choices in sorted(found.items())}
+def groups() -> dict[str, list[str]]:
+    """Return the choices of each group of ngsgd itself."""
+    return OURS.groups()
 
 
 def about_choice(group: str, choice: str) -> str:
     """Return what a choice is: of a kind, or the first sentence of its file in conf/."""
     file = conf_dir() / group / f"{choice}.yaml"
-    if group in _kinds() and choice in _kinds()[group]:
+    if group in kinds() and choice in kinds()[group]:
         [kind] = (spec for spec in fields(types_of(RunConfig)[group]) if spec.name == "kind")
         return str(kind.metadata["choices"].get(choice, ""))
     if not file.is_file():
@@ -66,33 +64,84 @@ def about_choice(group: str, choice: str) -> str:
     return text.partition(". ")[0].rstrip(".")
 
 
-def as_settings(overrides: Sequence[str]) -> list[str]:
-    """Return overrides that name a kind or a task like a group, such as task=X, as settings.
+def normalized(overrides: Sequence[str], sources: Sources) -> list[str]:
+    """Return overrides as the defaults list needs them, with the settings of tuned files.
 
-    optimizer.kind=adam becomes optimizer=adam: one choice has one set of defaults.
+    optimizer.kind=adam becomes optimizer=adam: one choice has one set of defaults. `++` is removed
+    from a known key, and + is added to a group that the defaults list lacks.
     """
-    found = []
-    for line in overrides:
-        key, _, value = line.partition("=")
-        group, _, name = key.rpartition(".")
-        is_kind = name == "kind" and group in _GROUPS_OF_KINDS
-        if is_kind and {*value.split(",")} <= {*_kinds()[group]}:
-            found.append(f"{group}={value}")
-        else:
-            found.append(f"task._target_={value}" if line.startswith("task=") else line)
-    return found
+    choices, primary = sources.groups(), sources.primary()
+    lines = [_marked(line, choices, primary) for override in overrides for line in _read_tuned(override)]
+    if any(line.startswith("hydra.verbose=") for line in lines) and not any("hydra/job_logging=" in line for line in lines):
+        # a level has no effect without a handler
+        lines.append("hydra/job_logging=stdout")
+    added = [line for line in lines if line[:1] == "+" and line[1:].partition("=")[0] in choices]
+    found, last = [line for line in lines if line not in added], list[str]()
+    for line in list(found) if added or primary.is_open else ():
+        group, _, choice = line.partition("=")
+        if group in _LATE & primary.groups and choice[:1] not in ("{", "["):
+            # once more: it takes precedence over an experiment, as over a recipe
+            _register_again(group, choices[group])
+            last.append(f"+{_AGAIN}{line}")
+            if "," in choice or "(" in choice:
+                found.remove(line)
+    return [*found, *added, *last]
 
 
-def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
-    """Return the configuration of these overrides.
+def _register_again(group: str, choices: Sequence[str]) -> None:
+    from hydra.core.config_store import ConfigStore
 
-    Raises:
-        ConfigError: all mistakes.
-    """
-    good, problems = _read_overrides(overrides, config_dir)
+    for choice in choices:
+        ConfigStore.instance().store(group=f"{_AGAIN}{group}", name=choice, node={"defaults": [f"/{group}/{choice}"]},
+                                     package="_global_", provider="ngsgd")
+
+
+def _marked(line: str, choices: Mapping[str, list[str]], primary: Primary) -> str:
+    """Return an override with the mark that its key or group needs."""
+    mark = line[:len(line) - len(line.lstrip("+~"))]
+    key, has_value, value = line[len(mark):].partition("=")
+    if mark == "++" and (key in choices or key in paths() or key in section_names()):
+        mark = ""
+    group = key.removesuffix(".kind")
+    if group != key and {*value.split(",")} <= {*kinds().get(group, ())}:
+        key = group
+    if key == "task" and has_value:
+        key = "task._target_"
+    if key in choices and mark in ("", "+") and has_value:
+        mark = "" if key in primary.groups else mark if primary.is_open else "+"
+    if mark == "~" and not has_value and "none" in choices.get(key, ()):
+        return f"{key}=none"
+    return f"{mark}{key}{has_value}{value}"
+
+
+class Composition(NamedTuple):
+    """A composed run: the settings, and Hydra's configuration that they were built from."""
+
+    config: RunConfig
+    hydra: Any
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether a file sets hydra.mode to MULTIRUN."""
+        return getattr(self.hydra.hydra.mode, "name", "") == "MULTIRUN"
+
+
+def give(hydra: Any, composed: Any) -> None:
+    """Let Hydra's object use a composition, instead of composing again."""
+    vars(hydra)["compose_config"] = lambda *_, **__: composed
+
+
+def compose(overrides: Sequence[str], sources: Sources = OURS) -> RunConfig:
+    """Return the configuration of these overrides; raise ConfigError with all mistakes."""
+    return composition(normalized(overrides, sources), sources).config
+
+
+def composition(lines: Sequence[str], sources: Sources) -> Composition:
+    """Compose normalized overrides; raise ConfigError with all mistakes."""
+    good, problems = _read_overrides(lines, sources)
     sweeps = [override.input_line for override in good if override.is_sweep_override()]
     problems += [f"{line} lists several values; add --multirun to run them one after another." for line in sweeps]
-    return _compose([_line(override) for override in good if not override.is_sweep_override()], problems, config_dir)
+    return _compose([one for one in good if not one.is_sweep_override()], problems, sources)
 
 
 def wrong_settings(overrides: Sequence[str]) -> list[str]:
@@ -104,19 +153,21 @@ def wrong_settings(overrides: Sequence[str]) -> list[str]:
     return []
 
 
-def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> None:
-    """Check all runs that `--multirun` would start.
+def jobs_of_sweep(lines: Sequence[str], sources: Sources, most: int | None = MOST_CHECKED) -> Iterator[Composition]:
+    """Compose the first runs that `--multirun` would start from normalized overrides, one by one.
 
     Raises:
-        ConfigError: all mistakes in any of them.
+        ConfigError: at the end; it has all mistakes of the runs.
     """
-    good, problems = _read_overrides(overrides, config_dir)
+    good, problems = _read_overrides(lines, sources)
     # a dict keeps the order and drops repetitions
     found = dict.fromkeys(problems)
-    countable = [override for override in good if not override.is_sweep_override() or override.is_discrete_sweep()]
-    for lines in itertools.islice(itertools.product(*map(_lines, countable)), _MAX_SWEEP_JOBS_CHECKED):
+    lines_of = [[f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+                if one.is_discrete_sweep() else [str(one.input_line)] for one in good
+                if not one.is_sweep_override() or one.is_discrete_sweep()]
+    for number, job in enumerate(itertools.islice(itertools.product(*lines_of), most)):
         try:
-            _compose(list(lines), [], config_dir)
+            yield _compose(_read_overrides(job, sources)[0], [], sources, number)
         except ConfigError as error:
             found |= dict.fromkeys(error.problems)
     if found:
@@ -131,39 +182,47 @@ def register_schema() -> None:
 
     OmegaConf.register_new_resolver("default_of_kind", _default_of_kind, replace=True)
     OmegaConf.register_new_resolver("total_jobs", total_jobs, replace=True)
+    OmegaConf.register_new_resolver("kind_with", kind_with, replace=True)
+    OmegaConf.register_new_resolver("ray_address", _ray_address, replace=True)
     schema = defaults()
     for path in options_of_kinds():
         section, _, name = path.partition(".")
         schema[section][name] = f"${{default_of_kind:{path}}}"
     store = ConfigStore.instance()
     store.store(name="schema", node=schema, provider="ngsgd")
-    for group, kinds in _kinds().items():
-        for kind in kinds:
+    for group, of_it in kinds().items():
+        for kind in of_it:
             # above a recipe: the kind with all defaults that it has, also of other sections
             store.store(group=group, name=kind, node=with_kinds({group: {"kind": kind}}), package="_global_", provider="ngsgd")
 
 
-def _kinds() -> dict[str, tuple[str, ...]]:
-    """Return the groups whose choices are the kinds of a section."""
-    return {group: choices_of(types_of(RunConfig)[group], "kind") for group in _GROUPS_OF_KINDS}
-
-
 def _default_of_kind(path: str, *, _root_: Any) -> Any:
-    """Return the default of a setting, such as optimizer.damping, with the composed kinds."""
     from omegaconf import ListConfig
 
-    kinds = kinds_in({name: {"kind": _root_[name].kind} for name in _GROUPS_OF_KINDS})
+    kinds = kinds_in({name: {"kind": _root_[name].kind, "_target_": _root_[name].get("_target_")} for name in GROUPS_OF_KINDS})
     value = plain(default_with(path, kinds))
     return ListConfig(value) if isinstance(value, list) else value
 
 
+def _ray_address(*, _parent_: Any) -> str:
+    from omegaconf import OmegaConf
+
+    # cluster=local is a choice against RAY_ADDRESS; without a choice, the address makes it
+    is_used = OmegaConf.is_interpolation(_parent_, "kind") or _parent_.kind == "ray"
+    # local is Ray's word for an instance of one process; auto reads the variable
+    return "auto" if is_used and os.environ.get("RAY_ADDRESS", "") not in ("", "local") else ""
+
+
 def given_by(overrides: Sequence[str]) -> Given:
-    """Return the settings and groups of a command line that can be read."""
-    good, _ = _read_overrides(overrides, None)
+    """Return the settings and groups of a command line that was composed before."""
+    return _given(_read_overrides(overrides, OURS)[0])
+
+
+def _given(good: Sequence[Override]) -> Given:
     chosen = groups()
     settings, names = set(), set()
     for override in good:
-        key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
+        key, value = override.key_or_group.removeprefix(_AGAIN), None if override.is_sweep_override() else override.value()
         if key in chosen:
             names.add(key)
         elif isinstance(value, dict) and key in section_names():
@@ -173,28 +232,24 @@ def given_by(overrides: Sequence[str]) -> Given:
     return Given(frozenset(settings), frozenset(names))
 
 
-# Overrides ----------------------------------------------------------------------------------------
-
-
-def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[Override], list[str]]:
-    """Return the overrides that can be applied, and a message about each of the others."""
+def _read_overrides(overrides: Sequence[str], sources: Sources) -> tuple[list[Override], list[str]]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
-    if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one that holds "
-                          "recipe/*.yaml and so on.")
-    parser, choices = OverridesParser.create(), groups(config_dir)
+    parser, choices = OverridesParser.create(), sources.groups()
     good: list[Override] = []
     problems: list[str] = []
-    for text in as_settings(overrides):
+    for text in overrides:
         if text.startswith("--"):
-            problems.append(_flag_problem(text, choices))
-            continue
-        if text.startswith("="):
-            problems.append(_syntax_problem(text, choices))
+            flag, _, value = text.partition("=")
+            key = flag.lstrip("-").replace("-", "_")
+            hint = did_you_mean(key, [*paths(), *choices], key.rpartition(".")[2], value, _suggested)
+            problems.append(f"{flag} is not a flag; settings are written KEY=VALUE."
+                            f"{hint or ' See them with: ngsgd settings.'}")
             continue
         try:
+            if text.startswith("="):
+                raise ValueError(text)
             [override] = parser.parse_overrides([text])
         except (OverrideParseException, ValueError, RecursionError):
             # the last two: thousands of digits or brackets
@@ -204,14 +259,6 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
         problems += wrong
         good += [] if wrong else [override]
     return good, problems
-
-
-def _flag_problem(text: str, choices: Mapping[str, Any]) -> str:
-    """The message about a flag that no command has, such as --epochs=5."""
-    flag, _, value = text.partition("=")
-    key = flag.lstrip("-").replace("-", "_")
-    hint = did_you_mean(key, [*paths(), *choices], key.rpartition(".")[2], value, _suggested)
-    return f"{flag} is not a flag; settings are written KEY=VALUE.{hint or ' See them with: ngsgd settings.'}"
 
 
 def _syntax_problem(text: str, choices: Mapping[str, Any]) -> str:
@@ -230,17 +277,23 @@ def _syntax_problem(text: str, choices: Mapping[str, Any]) -> str:
 
 def _suggested(key: str, value: str) -> str:
     """KEY=VALUE with the quotes that it needs; KEY alone where no line composes to the value."""
-    return suggestions.assignment(key, value, lambda line: _resolved([line], [], None))
+    return suggestions.assignment(key, value, lambda line: values_of([line]))
 
 
 def _override_problems(override: Override, choices: dict[str, list[str]]) -> Iterator[str]:
-    key = override.key_or_group
-    if override.is_hydra_override() or (key.startswith(f"{_FREE}.") and (override.is_add() or override.is_force_add())):
+    key, is_new = override.key_or_group.removeprefix(_AGAIN), override.is_add() or override.is_force_add()
+    if override.is_hydra_override() or ((is_new or override.is_delete()) and suggestions.mapping_of(key)):
         return
-    if override.is_add() or override.is_force_add() or override.is_delete():
-        known = key in paths() or key in choices
-        see_all = f"search for it with: ngsgd settings PATTERN.{_unknown_hint(key, choices)}"
+    if override.is_delete() and key in choices and key not in kinds():
+        return
+    if override.is_delete() or (is_new and key not in choices):
+        known, section = key in paths() or key in choices, key.partition(".")[0]
+        of_module = f"{section}.args" in paths() and not known
+        hint = _unknown_hint(key, choices, str(override.input_line).partition("=")[2])
+        see_all = f"search for it with: ngsgd settings PATTERN.{hint}"
         advice = f"write {key}=VALUE." if known else see_all
+        if of_module:
+            advice = f"arguments of {section}._target_ are +{section}.args.NAME=VALUE; {advice}"
         yield f"{override.input_line}: settings can be changed, not added or deleted; {advice}"
     elif key in choices:
         values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else [str(override.value())]
@@ -250,7 +303,7 @@ def _override_problems(override: Override, choices: dict[str, list[str]]) -> Ite
                 hint = f" Did you mean {key}={near[0]}?" if near else ""
                 yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}.{hint}"
     elif key not in paths() and key not in section_names():
-        value = _line(override).partition("=")[2]
+        value = str(override.input_line).partition("=")[2]
         hint = _unknown_hint(key, choices, value) or f" Search for it with: ngsgd settings {key.rpartition('.')[2]}"
         yield f"{key} is not a setting.{hint}"
 
@@ -272,51 +325,106 @@ def _unknown_hint(key: str, choices: Mapping[str, Any], value: str = "") -> str:
     return f" Did you mean {line}?" if near else f" {section} has {', '.join(siblings)}."
 
 
-def _line(override: Override) -> str:
-    assert override.input_line is not None
-    return override.input_line
-
-
-def _lines(override: Override) -> list[str]:
-    """Return the override itself, or one per value of a sweep."""
-    if not override.is_discrete_sweep():
-        return [_line(override)]
-    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-
-
-# Composition --------------------------------------------------------------------------------------
-
-
-def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> RunConfig:
-    """Compose the valid overrides, and raise all problems together."""
-    try:
-        values = _resolved(lines, problems, config_dir)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    config, more = build_checked(values, given_by(lines))
-    if problems or more:
-        raise ConfigError(dict.fromkeys([*problems, *more]))
-    return config
-
-
-def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) -> dict[str, Any]:
-    """Return Hydra's composition as nested dicts, with defaults for unresolved values."""
+@contextlib.contextmanager
+def initialized(sources: Sources) -> Iterator[Any]:
+    """Yield Hydra's object with the folders of these sources; its errors become ConfigErrors."""
     import yaml
-    from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     register_schema()
-    extra = [f"hydra.searchpath=['file://{config_dir.resolve()}']"] if config_dir else []
+    _search_path().folders = sources.roots[1:]
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            composed = hydra_compose(_CONFIG_NAME, overrides=[*extra, *lines])
+        with initialize_config_dir(version_base="1.3", config_dir=str(sources.roots[0].resolve()), job_name=BASE):
+            yield GlobalHydra.instance().hydra
+    except yaml.YAMLError as error:
+        raise ConfigError(yaml_problem(error, sources.roots[0])) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_composition_problem(error)) from None
+    finally:
+        HydraConfig.instance().cfg = None
+        if outer is not None:
+            GlobalHydra.instance().hydra = outer
+
+
+@functools.cache
+def _search_path() -> Any:
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class FurtherFolders(SearchPathPlugin):
+        """Adds folders behind that of the primary config, where hydra.searchpath stays free."""
+
+        folders: ClassVar[Sequence[Path]] = ()
+
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for folder in self.folders:
+                search_path.append("command-line", f"file://{folder.resolve()}")
+
+    Plugins.instance().register(FurtherFolders)
+    return FurtherFolders
+
+
+def _compose(good: Sequence[Override], problems: list[str], sources: Sources, number: int | None = None) -> Composition:
+    try:
+        composed = _composed([str(one.input_line) for one in good], sources, number)
+        values = _plain_values(composed, "", problems)
+        if lacking := [name for name in section_names() if name not in values]:
+            raise ConfigError(f"{sources.primary().file} lacks the settings {', '.join(lacking[:3])}; begin its defaults list with "
+                              f"'- {BASE}', or remove that list.")
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    config, more = build_checked(values, _given(good))
+    more += _without_effect(composed.hydra)
+    if problems or more:
+        raise ConfigError(dict.fromkeys([*problems, *more]))
+    return Composition(config, composed)
+
+
+def _without_effect(hydra: Any) -> Iterator[str]:
+    """Yield a message per setting of Hydra that a run cannot follow."""
+    if hydra.job.chdir:
+        yield "hydra.job.chdir is true, but relative paths are those of the current folder; remove it."
+    if hydra.output_subdir not in (None, HYDRA):
+        yield f"hydra.output_subdir is {hydra.output_subdir}, but it can be {HYDRA} or null (no such folder)."
+
+
+def _composed(lines: Sequence[str], sources: Sources, number: int | None = None) -> Any:
+    """Return Hydra's composition, with its own node; `number` is that of a job of a sweep."""
+    import yaml
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf, open_dict
+
+    primary = sources.primary()
+    try:
+        with initialized(sources) as hydra:
+            if primary.layered:
+                ConfigStore.instance().store(name=primary.name, node=dict(primary.layered), provider="ngsgd")
+            composed = hydra.compose_config(primary.name, list(lines), RunMode.RUN)
     except yaml.YAMLError as error:
         raise ConfigError(yaml_problem(error, conf_dir())) from None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(_composition_problem(error)) from None
-    return typing.cast("dict[str, Any]", _plain_values(composed, "", problems))
+    if number is not None:
+        with open_dict(composed.hydra):
+            composed.hydra.job.num, composed.hydra.job.id = number, str(number)
+    # for ${hydra:...}
+    HydraConfig.instance().set_config(composed)
+    OmegaConf.set_readonly(composed.hydra, None)
+    return composed
+
+
+def values_of(lines: Sequence[str]) -> Mapping[str, Any]:
+    """Compose normalized overrides without checks; return nested plain values."""
+    return typing.cast("Mapping[str, Any]", _plain_values(_composed(lines, OURS), "", []))
 
 
 def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
@@ -326,7 +434,10 @@ def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
 
     if not isinstance(node, (DictConfig, ListConfig)) or node._is_none():
         return None if isinstance(node, (DictConfig, ListConfig)) else node
-    names = list(node) if isinstance(node, DictConfig) else range(len(node))
+    # all but the node of Hydra
+    names: list[Any] = list(range(len(node)))
+    if isinstance(node, DictConfig):
+        names = [name for name in node if prefix or name != "hydra"]
     found: dict[Any, Any] = {}
     for name in names:
         path = f"{prefix}{name}"
@@ -340,7 +451,6 @@ def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
 
 
 def _composition_problem(error: Exception) -> str:
-    """The message of a composition error; Hydra's first lines hold the reason."""
     import yaml
 
     causes: list[BaseException] = [error]
@@ -349,6 +459,33 @@ def _composition_problem(error: Exception) -> str:
     for cause in reversed(causes):
         if isinstance(cause, yaml.YAMLError):
             return yaml_problem(cause, conf_dir())
+        group, _, choice = str(getattr(cause, "missing_cfg_file", None) or "").rpartition("/")
+        if group:
+            hint = _PLUGINS.get(choice, _PLUGINS[""]) if group.startswith(("hydra/launcher", "hydra/sweeper")) else ""
+            return f"{group}={choice} is not a choice; choose one of {', '.join(getattr(cause, 'options', None) or ())}.{hint}"
     lines = [line.strip() for cause in causes for line in str(cause).splitlines() if line.strip()]
     reasons = dict.fromkeys(line.rstrip(".") for line in lines[:1] + str(causes[-1]).splitlines()[:1])
     return f"The settings cannot be composed: {': '.join(reasons)}; see ngsgd train --info searchpath."
+
+
+def _read_tuned(override: str) -> list[str]:
+    """Return the settings of a tuned file, or another override unchanged."""
+    import yaml
+
+    if not override.startswith(_TUNED):
+        return [override]
+    path = Path(override.partition("=")[2])
+    try:
+        content = load_yaml(read_yaml_text(path))
+    except OSError as error:
+        raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the "
+                          "tuned.yaml written by ngsgd tune.") from None
+    except (yaml.YAMLError, UnicodeError, ValueError, RecursionError):
+        raise ConfigError(f"{override}: {path} is not valid YAML; tune again, or restore it.") from None
+    if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
+        raise ConfigError(f"{override}: {path} holds no settings; give the tuned.yaml written by ngsgd tune.")
+    if wrong := [name for name in ("_target_", "search_path", "args") if name in content.get("model", {})]:
+        raise ConfigError(f"{override}: {path} sets model.{wrong[0]}, which ngsgd tune never "
+                          "writes, and which names code to run; give it on the command line.")
+    return [f"{section}.{key}={suggestions.in_notation(value)}"
+            for section, part in content.items() for key, value in part.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 import shutil
 import textwrap
@@ -21,8 +22,6 @@ _WIDEST = 100
 
 @dataclass(frozen=True)
 class Described:
-    """The description of an option."""
-
     path: str
     help: str
     default: str
@@ -40,21 +39,16 @@ class Described:
 
     @property
     def about(self) -> str:
-        """The help text with the unit."""
         return f"{self.help} [{self.unit}]" if self.unit else self.help
 
 
 def options() -> list[Described]:
-    """Return all options in the order of the sections."""
     return list(_of_section(RunConfig(), ""))
 
 
 def section_help(name: str) -> str:
     """Return the description of a section, such as tune.proxy."""
-    section: Any = RunConfig()
-    for part in name.split("."):
-        section = getattr(section, part)
-    return " ".join((type(section).__doc__ or "").split())
+    return " ".join((operator.attrgetter(name)(RunConfig()).__doc__ or "").split())
 
 
 def _of_section(section: Any, prefix: str) -> Iterator[Described]:
@@ -69,7 +63,6 @@ def _of_section(section: Any, prefix: str) -> Iterator[Described]:
 
 
 def _default(metadata: Any) -> str:
-    """The default, and those of single kinds that differ."""
     kinds: dict[str, list[str]] = {}
     for kind, other in metadata["default_of_kind"].items():
         if other != metadata["default"]:
@@ -91,7 +84,6 @@ def _values(section: type[Any], name: str, metadata: Any) -> str:
 
 
 def _used(condition: str) -> str:
-    """The condition under which a run uses the option, in words."""
     found = []
     for term in filter(None, condition.split(" & ")):
         name, _, wanted = term.lstrip("!").partition("=")
@@ -125,9 +117,8 @@ def in_section(name: str) -> list[Described]:
 def matching(pattern: str) -> list[Described]:
     """Return the options that a pattern selects, the best matches first.
 
-    Args:
-        pattern: a section; or a shell pattern of names; or part of a name, a word of the help
-            text, a default or value, or the option's name in another trainer.
+    It is a section; or a shell pattern of names; or part of a name, a word of the help text, a
+    default or value, or the option's name in another trainer.
     """
     every = options()
     if pattern in {one.section for one in every if one.section}:

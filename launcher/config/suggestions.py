@@ -24,10 +24,8 @@ Compose = Callable[[str], Mapping[str, Any]]
 def assignment(key: str, text: str, compose: Compose) -> str:
     """Return KEY=VALUE as it is typed in a shell; KEY alone where no line composes to the value.
 
-    Args:
-        key: a setting, a group, or a name below a mapping, such as task.args.path.
-        text: the value as a user wrote it, with or without the quotes that Hydra needs.
-        compose: composes a line to nested values, or raises ConfigError.
+    The key may be a name below a mapping, such as task.args.path; the text may lack the quotes that
+    Hydra needs.
     """
     option = mapping_of(key)
     for value, line in _candidates(key, option, text):
@@ -39,14 +37,14 @@ def assignment(key: str, text: str, compose: Compose) -> str:
 
 def mapping_of(key: str) -> str:
     """Return the setting of free names to which a key belongs, such as task.args; else ""."""
-    return next((path for path in paths() if key.startswith(f"{path}.") and _is_mapping(path)), "")
-
-
-def _is_mapping(path: str) -> bool:
-    kind: Any = RunConfig
-    for name in path.split("."):
-        kind = types_of(kind)[name]
-    return any(typing.get_origin(one) is Mapping for one in typing.get_args(kind))
+    for path in paths():
+        if key.startswith(f"{path}."):
+            kind: Any = RunConfig
+            for name in path.split("."):
+                kind = types_of(kind)[name]
+            if any(typing.get_origin(one) is Mapping for one in typing.get_args(kind)):
+                return path
+    return ""
 
 
 def _candidates(key: str, option: str, text: str) -> Iterator[tuple[Any, str]]:
@@ -68,10 +66,10 @@ def _meanings(text: str) -> Iterator[tuple[Any, str]]:
     if text[:1] in ("{", "[") and not is_read:
         try:
             value = _lenient(text)
-            yield value, _written(value)
+            yield value, in_notation(value)
         except (ValueError, RecursionError):
             pass
-    yield text, _written(text)
+    yield text, in_notation(text)
 
 
 def _read(text: str) -> tuple[bool, Any]:
@@ -113,14 +111,14 @@ def _value_of(node: Any) -> Any:
     return value if is_read else node.value
 
 
-def _written(value: Any) -> str:
-    """Return the value in Hydra's notation."""
+def in_notation(value: Any) -> str:
+    """Return a value in Hydra's notation."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{in_notation(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_written, value)) + "]"
+        return "[" + ",".join(map(in_notation, value)) + "]"
     if not isinstance(value, str):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     if _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
@@ -131,7 +129,6 @@ def _written(value: Any) -> str:
 
 
 def _composes(line: str, value: Any, compose: Compose) -> bool:
-    """Whether a line composes to a value that its setting accepts."""
     key = line.partition("=")[0]
     try:
         values = compose(line)

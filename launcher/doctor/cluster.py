@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Findings of a node."""
+    """Whether a node reads the test file of this machine and writes next to it, the fingerprint of
+    its ngsgd and torch, and its problems.
+    """
 
-    # whether it reads the test file of this machine
     sees: bool
-    # whether it writes to the same folder
     writes: bool
-    # fingerprint of its ngsgd and torch
     code: str
     troubles: tuple[Finding, ...]
 
@@ -37,7 +36,7 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
     from ngsgd.launcher.ray.cluster import connect
 
     try:
-        connect(replace(ClusterConfig(), address=address))
+        connect(ClusterConfig("ray", address=address))
     except ClusterError as error:
         yield Finding("fail", "Ray", str(error), "if no head runs, start it with: ray start --head; the "
                                                  "token must be the same on every machine")
@@ -56,24 +55,19 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "Ray", found)
     mark = output_dir.absolute() / f".doctor-{os.getpid()}"
     try:
-        yield from _of_nodes(alive, mark)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text("here")
+        for node in alive:
+            yield from _node(node, mark)
+    except OSError as error:
+        yield Finding("fail", "node", f"no node was checked: {mark.parent} cannot be written "
+                      f"({error.strerror or error})",
+                      "--output-dir=DIR on a file system that all machines share")
     finally:
         # where its folder is a file, there is nothing to remove
         with contextlib.suppress(OSError):
             mark.unlink(missing_ok=True)
         ray.shutdown()
-
-
-def _of_nodes(alive: Sequence[Mapping[str, Any]], mark: Path) -> Iterator[Finding]:
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text("here")
-    except OSError as error:
-        yield Finding("fail", "node", f"no node was checked: {mark.parent} cannot be written ({error.strerror or error})",
-                      "--output-dir=DIR on a file system that all machines share")
-        return
-    for node in alive:
-        yield from _node(node, mark)
 
 
 def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
@@ -90,15 +84,13 @@ def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
         sent = time.time()
         now: float = ray.get(task(clock_time).remote(), timeout=_ANSWER_S)
     except Exception as error:
-        yield Finding("fail", "node", f"{where} runs no task "
-                                      f"({str(error).strip().partition(chr(10))[0][:120]})",
-                      "install ngsgd there, in the Python that runs Ray")
+        reason = str(error).strip().partition("\n")[0][:120]
+        yield Finding("fail", "node", f"{where} runs no task ({reason})", "install ngsgd there, in the Python that runs Ray")
         return
     yield from judged(where, found, mark.parent, skew_s=skew(sent, now, time.time()))
 
 
 def clock_time() -> float:
-    """Return the time of the node that runs this task."""
     return time.time()
 
 
@@ -121,8 +113,7 @@ def report_node(mark: str, num_cpus: int) -> NodeReport:
              *machine.storage(Path(mark).parent),
              # a head without CPUs has no workers
              *(machine.threads(num_cpus) if num_cpus else ())]
-    return NodeReport(Path(mark).is_file(), writes, version_digest(),
-                      tuple(one for one in found if one.verdict != "ok"))
+    return NodeReport(Path(mark).is_file(), writes, version_digest(), tuple(one for one in found if one.verdict != "ok"))
 
 
 def judged(where: str, found: NodeReport, folder: Path, skew_s: float) -> Iterator[Finding]:

@@ -33,11 +33,9 @@ _SHM_BYTES = 600 * 2**20
 # file times and log lines of several machines should be in order
 _MAX_SKEW_S = 5.0
 # package -> the extra that installs it; empty: required by all of ngsgd
-_NEEDS = {
-    "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service",
-    "safetensors": "service",
-    "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr",
-    "kaldifst": "asr", "espeakng-loader": "synth"}
+_NEEDS = {"torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service",
+          "safetensors": "service", "matplotlib": "service", "kaldi-native-fbank": "asr",
+          "kaldi-decoder": "asr", "kaldifst": "asr", "espeakng-loader": "synth"}
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -55,19 +53,17 @@ class Finding:
 def python() -> Iterator[Finding]:
     found = f"{sys.version.split()[0]} in {sys.prefix}"
     if sys.prefix == sys.base_prefix:
-        yield Finding("warn", "python", f"{found}, no virtual environment",
-                      "python3 -m venv .venv && . .venv/bin/activate")
+        yield Finding("warn", "python", f"{found}, no virtual environment", "python3 -m venv .venv && . .venv/bin/activate")
     else:
         yield Finding("ok", "python", found)
 
 
 def packages() -> Iterator[Finding]:
     for package, extra in _NEEDS.items():
-        found = version(package)
+        found, wanted = version(package), f"'ngsgd[{extra}]'" if extra else package
         if found != "not installed":
             yield Finding("ok", package, found)
         else:
-            wanted = f"'ngsgd[{extra}]'" if extra else package
             yield Finding("warn" if extra else "fail", package, found, f"pip install {wanted}")
 
 
@@ -75,13 +71,13 @@ def shadows() -> Iterator[Finding]:
     """Check for another package or folder called ngsgd that Python imports first."""
     # the parent is the package in a wheel, and the repository in a source tree
     above = Path(__file__).resolve().parents[2]
-    ours = above if above.name == "ngsgd" and (above / "launcher").is_dir() and (above / "errors.py").exists() else above / "ngsgd"
-    spec = importlib.util.find_spec("ngsgd")
-    places = _folders_of(spec)
+    is_wheel = above.name == "ngsgd" and (above / "launcher").is_dir() and (above / "errors.py").exists()
+    ours = above if is_wheel else above / "ngsgd"
+    places = _folders_of(importlib.util.find_spec("ngsgd"))
     strange = [place for place in places if place != ours]
     if strange or not places:
-        yield Finding("fail", "shadowed", "ngsgd is imported from "
-                                          f"{strange[0] if strange else 'nowhere'}",
+        yield Finding("fail", "shadowed",
+                      f"ngsgd is imported from {strange[0] if strange else 'nowhere'}",
                       f"rename that folder, or run from another one; this package is {ours}")
     # the ngsgd that a new process with the same search path imports
     specs = (finder.find_spec("ngsgd", None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
@@ -94,13 +90,15 @@ def shadows() -> Iterator[Finding]:
             yield Finding("warn", "shadowed", f"{place} is an empty folder of an older installation", f"rmdir {place}")
         # a package further down sys.path hides it, and an editable installation does not
         elif place.resolve() in first:
-            yield Finding("warn", "shadowed", f"{place} has no __init__.py, and Python programs import it instead of {ours}",
-                          f"run from another folder than {place.parent}" if place.parent == Path.cwd()
-                          else f"rename that folder, or remove {place.parent} from PYTHONPATH")
+            fix = (f"run from another folder than {place.parent}" if place.parent == Path.cwd()
+                   else f"rename that folder, or remove {place.parent} from PYTHONPATH")
+            yield Finding("warn", "shadowed", f"{place} has no __init__.py, and Python programs "
+                          f"import it instead of {ours}", fix)
 
 
 def _folders_of(spec: ModuleSpec | None) -> list[Path]:
-    return [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []
+    places = (spec.submodule_search_locations if spec else None) or []
+    return [Path(place).resolve() for place in places]
 
 
 def threads(num_workers: int) -> Iterator[Finding]:
@@ -113,8 +111,9 @@ def threads(num_workers: int) -> Iterator[Finding]:
         yield Finding("warn", "threads", f"{found}: workers share cores",
                       f"cluster.num_workers={num_cores} is as fast on this machine")
     elif num_asked > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} starts "
-                                         f"{counted(num_asked, 'thread that spins', 'threads that spin')}, also during waits",
+        spinning = counted(num_asked, "thread that spins", "threads that spin")
+        yield Finding("warn", "threads",
+                      f"{found}; OMP_NUM_THREADS={asked} starts {spinning}, also during waits",
                       "unset OMP_NUM_THREADS, or export OMP_WAIT_POLICY=PASSIVE")
     else:
         yield Finding("ok", "threads", found)
@@ -130,17 +129,16 @@ def memory() -> Iterator[Finding]:
         import psutil
 
         free = psutil.virtual_memory().available
-        needed = 1.5 * 2**30
-        verdict: Verdict = "ok" if free > needed else "warn"
-        fix = "" if verdict == "ok" else "a Ray worker with torch takes 0.3 GB; use cluster=local, or fewer workers"
-        yield Finding(verdict, "memory", f"{free / 2**30:.1f} GiB free", fix)
-    shm = Path("/dev/shm")
-    if shm.is_dir():
+        yield _sized("memory", f"{free / 2**30:.1f} GiB free", free > 1.5 * 2**30,
+                     "a worker takes 0.1 GB and its model, with Ray 0.3 GB more; use fewer workers")
+    if (shm := Path("/dev/shm")).is_dir():
         free = shutil.disk_usage(shm).free
-        small = free < _SHM_BYTES
-        yield Finding("warn" if small else "ok", "shared memory",
-                      f"{free / 2**20:,.0f} MiB free in /dev/shm",
-                      "in a container: docker run --shm-size=2g" if small else "")
+        yield _sized("shared memory", f"{free / 2**20:,.0f} MiB free in /dev/shm",
+                     free >= _SHM_BYTES, "in a container: docker run --shm-size=2g")
+
+
+def _sized(what: str, found: str, is_enough: bool, fix: str) -> Finding:
+    return Finding("ok" if is_enough else "warn", what, found, "" if is_enough else fix)
 
 
 def gpus() -> Iterator[Finding]:
@@ -149,27 +147,24 @@ def gpus() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        has_driver = shutil.which("nvidia-smi") is not None
-        yield (Finding("warn", "GPU", f"nvidia-smi is installed, but torch {torch.__version__} "
-                                      "finds no GPU",
-                       "install a torch built for your driver: https://pytorch.org/get-started")
-               if has_driver else Finding("ok", "GPU", "none: training runs on the CPU"))
+        if shutil.which("nvidia-smi") is None:
+            yield Finding("ok", "GPU", "none: training runs on the CPU")
+        else:
+            yield Finding("warn", "GPU",
+                          f"nvidia-smi is installed, but torch {torch.__version__} finds no GPU",
+                          "install a torch built for your driver: https://pytorch.org/get-started")
         return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Finding("ok", "GPU", ", ".join(names))
-    if "Exclusive" in _compute_modes():
-        yield Finding("warn", "GPU mode", "exclusive: one process per GPU",
-                      "at most one worker per GPU (cluster.num_workers), or nvidia-smi -c DEFAULT "
-                      "as root")
-
-
-def _compute_modes() -> str:
     import subprocess
 
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         words = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=False).stdout
-    return ""
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+        if "Exclusive" in done.stdout:
+            yield Finding("warn", "GPU mode", "exclusive: one process per GPU",
+                          "at most one worker per GPU (cluster.num_workers), or nvidia-smi -c "
+                          "DEFAULT as root")
 
 
 def compiled() -> Iterator[Finding]:
@@ -184,11 +179,11 @@ def compiled() -> Iterator[Finding]:
     if is_native:
         yield Finding("ok", "compiled code", f"built for {native.capability()}")
     elif native.capability() not in fisher_projection.PROCESSORS:
-        yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): "
-                                             "torch operations are used")
+        yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): torch operations are used")
     else:
         problem = native.problems.get(fisher_projection.SOURCE.name, "unknown reason")
-        yield Finding("warn", "compiled code", f"cannot be built ({problem}): torch operations are used",
+        yield Finding("warn", "compiled code",
+                      f"cannot be built ({problem}): torch operations are used",
                       "apt install g++, or name a compiler in CXX: natural-gradient steps on the "
                       "CPU are then about 5 % faster")
 
@@ -226,8 +221,7 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
         elif os.access(store, os.W_OK):
             yield Finding("ok", "tracking", f"{store}, {store.stat().st_size / 2**20:.1f} MiB")
         else:
-            yield Finding("fail", "tracking", f"{store} cannot be written",
-                          f"chmod u+w {store}, or tracking.kind=none")
+            yield Finding("fail", "tracking", f"{store} cannot be written", f"chmod u+w {store}, or tracking.kind=none")
         return
     conceal(uri)
     uri = without_login(uri)
@@ -250,21 +244,21 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
 
 
 def clock(whose: str, skew_s: float) -> Finding:
-    far = abs(skew_s) > _MAX_SKEW_S
-    return Finding("warn" if far else "ok", "clock", f"of {whose}: {skew_s:+.1f} s from this "
-                                                     "machine",
-                   "start chrony or ntpd on both" if far else "")
+    return _sized("clock", f"of {whose}: {skew_s:+.1f} s from this machine",
+                  abs(skew_s) <= _MAX_SKEW_S, "start chrony or ntpd on both")
 
 
 def ports(*, with_dashboard: bool) -> Iterator[Finding]:
     """Check ports of servers that are started later; a cluster that runs has its dashboard."""
-    for port, purpose in ((5000, "ngsgd ui"), *([(8265, "Ray's dashboard")] if with_dashboard else [])):
+    servers = {5000: ("ngsgd ui", "ngsgd ui --port 5001")}
+    if with_dashboard:
+        servers[8265] = ("Ray's dashboard", "ray start --dashboard-port 8266")
+    for port, (purpose, fix) in servers.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                fix = "ngsgd ui --port 5001" if port == 5000 else "ray start --dashboard-port 8266"
                 yield Finding("warn", "port", f"{port} ({purpose}) is in use", fix)
             else:
                 yield Finding("ok", "port", f"{port} ({purpose}) is free")
@@ -273,15 +267,12 @@ def ports(*, with_dashboard: bool) -> Iterator[Finding]:
 def ray_traps() -> Iterator[Finding]:
     token = Path.home() / ".ray" / "auth_token"
     if token.is_file() and token.stat().st_mode & 0o077:
-        yield Finding("warn", "Ray token", f"others on this machine can read {token}",
-                      f"chmod 600 {token}")
+        yield Finding("warn", "Ray token", f"others on this machine can read {token}", f"chmod 600 {token}")
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: any client on the network "
-                                           "can run code on this machine",
-                      "unset RAY_AUTH_MODE")
-    if os.environ.get("RAY_ADDRESS"):
-        yield Finding("ok", "Ray address", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is used by "
-                                           "cluster.address=auto only")
+        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: any client on the network can "
+                      "run code on this machine", "unset RAY_AUTH_MODE")
+    if address := os.environ.get("RAY_ADDRESS"):
+        yield Finding("ok", "Ray address",
+                      f"RAY_ADDRESS={address} is the cluster of ngsgd train, unless cluster=local is given")
     if len(tempfile.gettempdir()) > 60:
-        yield Finding("warn", "temp folder", f"{tempfile.gettempdir()} is too long for Ray's "
-                                             "sockets", "export TMPDIR=/tmp")
+        yield Finding("warn", "temp folder", f"{tempfile.gettempdir()} is too long for Ray's sockets", "export TMPDIR=/tmp")

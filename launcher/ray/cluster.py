@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import secrets
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +20,28 @@ from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTask
 from ngsgd.cluster.exchange.collective_client import Ending
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, ClusterTokenError, FailureKind, NgsgdError, RayStartError, failure_kind
+from ngsgd.launcher.ray.capacity import gpus_per_worker, need_of, require_room
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder, divert
 
-# plasma on one machine; parameters and results of some tens of workers
-_STORE_BYTES = 512 * 2**20
+_STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
 _JOIN_TRIES = 3             # a second apart
 # of Ray's start: the second one helps where a busy machine was too slow for Ray's own time limits
 _START_TRIES = 2
 # these are the same in another try
 _LASTING = (AttributeError, ImportError, MemoryError, PermissionError, TypeError, ValueError)
-# for machines that were started together with this command
-JOIN_TIMEOUT_S = 6.0
-# spinning threads of one worker would starve another
-_WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+_WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads of one worker would starve another
 # variables of this process, for its workers; not OMP_NUM_THREADS, since workers have
 # cluster.threads_per_worker, and Ray sets the variable to 1 in the process of a job
 _FORWARDED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_")
-# the configuration of the Ray job that started this process
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the configuration of the Ray job that started this process
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-# of the Ray that this process started
-_folder: PrivateFolder | None = None
-# the start that `begin` made and `connect` did not take yet
-_begun: _Start | None = None
+_folder: PrivateFolder | None = None  # of the Ray that this process started
+_begun: _Start | None = None  # the start that `begin` made and `connect` did not take yet
 
 
 class _Start(threading.Thread):
-    """Starts a Ray on this machine.
-
-    The thread lives as long as the process: the kernel ends Ray's processes when the thread that
-    started them ends.
-    """
+    """Starts a Ray, and lives as long as the process: the kernel ends Ray with this thread."""
 
     def __init__(self) -> None:
         super().__init__(name="ray-start", daemon=True)
@@ -96,51 +84,24 @@ def end_unused() -> None:
     _begun = None
 
 
-def require_workers(config: ClusterConfig) -> None:
+def require_workers(config: ClusterConfig, report: Callable[[str], object]) -> None:
     """Raise ClusterError unless this process may join the run's cluster and a worker fits there.
 
-    The cluster is left again. Data preparation may take hours, and Ray ends a connected process
-    whose head is lost meanwhile.
+    An autoscaler that has scaled the cluster to zero starts a machine first.
     """
+    # left again: data preparation may take hours, and Ray ends a process whose head is lost
     was_connected = ray.is_initialized()
     connect(config)
     try:
-        require_cpus(max(1, config.threads_per_worker) * config.ranks_per_worker, config.address)
+        need = need_of(config.ranks_per_worker * max(1, config.threads_per_worker), gpus_per_worker(config, is_own=False))
+        require_room(need, config, ray.get_runtime_context().gcs_address, report)
     finally:
         if not was_connected:
             ray.shutdown()
 
 
-def require_cpus(num_cpus: int, address: str) -> None:
-    """Raise ClusterError if no machine of the cluster offers the CPUs of one worker.
-
-    Machines that join the cluster just now are waited for.
-    """
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while (most := max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)) < num_cpus \
-            and time.monotonic() < deadline:
-        time.sleep(0.2)
-    if not most:
-        raise ClusterError(f"the Ray cluster at {address} offers 0 CPUs to workers; run on each machine that trains: "
-                           "ray start --address=HEAD:PORT, without --num-cpus=0.")
-    if most < num_cpus:
-        raise ClusterError(f"a worker needs {num_cpus} CPUs (cluster.threads_per_worker times cluster.ranks_per_worker), and no "
-                           f"machine of the Ray cluster at {address} offers more than {most:g}; set cluster.threads_per_worker "
-                           "to fewer.")
-
-
-def room_for_workers(num_cpus: int) -> str:
-    """Say for how many workers of so many CPUs the cluster has room, for an error message."""
-    if not num_cpus:
-        return ""
-    room = sum(int(node["Resources"].get("CPU", 0.0) // num_cpus) for node in ray.nodes() if node["Alive"])
-    return f" (each takes {num_cpus} CPUs, and the machines of the cluster have room for {room})"
-
-
 def connect(config: ClusterConfig) -> bool:
-    """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was
-    started here.
-    """
+    """Join the cluster of `config.address`, or start a Ray here; True if it was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # a test session, or a user's own program
     if _begun is None and ray.is_initialized():
@@ -166,7 +127,22 @@ def _not_joined(address: str, error: Exception) -> ClusterError:
     """The reason why a head that answered a moment ago could not be joined, and the next step."""
     said = f"the Ray cluster at {address} could not be joined"
     if isinstance(error, (AuthenticationError, ConnectionError)):
-        return ClusterTokenError(f"{said}: its head answers, but rejects this process ({_first_line(error)}). {_why_rejected()}")
+        # where Ray takes its token from, never the token itself
+        if os.environ.get("RAY_AUTH_TOKEN"):
+            found = "the token is that of RAY_AUTH_TOKEN"
+        elif path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            found = f"the token is that of the file RAY_AUTH_TOKEN_PATH={path}"
+        elif (Path.home() / ".ray" / "auth_token").is_file():
+            found = "the token is that of ~/.ray/auth_token"
+        else:
+            found = "there is no token"
+        if (mode := os.environ.get("RAY_AUTH_MODE", "")) != "token":
+            advice = (f"RAY_AUTH_MODE is {mode or 'not set'}, so that Ray sends no token: export RAY_AUTH_MODE=token. With it, "
+                      f"here {found}. If that is no help, the version of Ray is another one, or no Ray runs on this machine.")
+        else:
+            advice = (f"The token or the version of Ray is probably another one, or no Ray runs on this machine. Here "
+                      f"{found}; set RAY_AUTH_TOKEN to the head's token (on the head: cat ~/.ray/auth_token).")
+        return ClusterTokenError(f"{said}: its head answers, but rejects this process ({_first_line(error)}). {advice}")
     reason = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, (ValueError, TypeError)) and _JOB in os.environ:
         return ClusterError(f"{said}: Ray rejects the runtime environment of this Ray job ({reason}). Correct the runtime_env of "
@@ -175,31 +151,8 @@ def _not_joined(address: str, error: Exception) -> ClusterError:
                         f"is done: ray start --address={address}")
 
 
-def _why_rejected() -> str:
-    """The most probable cause, and what to do."""
-    mode, found = os.environ.get("RAY_AUTH_MODE", ""), _token_in_use()
-    if mode != "token":
-        return (f"RAY_AUTH_MODE is {mode or 'not set'}, so that Ray sends no token: export RAY_AUTH_MODE=token. With it, here "
-                f"{found}. If that is no help, the version of Ray is another one, or no Ray runs on this machine.")
-    return (f"The token or the version of Ray is probably another one, or no Ray runs on this machine. Here {found}; set "
-            "RAY_AUTH_TOKEN to the head's token (on the head: cat ~/.ray/auth_token).")
-
-
-def _token_in_use() -> str:
-    """Where Ray takes its token from in this process, never the token itself."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return "the token is that of RAY_AUTH_TOKEN"
-    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return f"the token is that of the file RAY_AUTH_TOKEN_PATH={path}"
-    if (Path.home() / ".ray" / "auth_token").is_file():
-        return "the token is that of ~/.ray/auth_token"
-    return "there is no token"
-
-
 def shutdown(*, keep_logs: bool = False) -> None:
-    """Ends the Ray that `connect` started, and removes its folder but for logs that a message
-    refers to.
-    """
+    """End the Ray that `connect` started, and remove its folder without the logs to keep."""
     global _folder  # noqa: PLW0603  Ray itself is one per process
     ray.shutdown()
     if _folder is not None:
@@ -230,28 +183,20 @@ def _join(address: str) -> None:
 
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
-    worker_env = _worker_env(os.environ)
+    # Ray sets the variables of the Ray job that started this process, and rejects a second value
+    job = json.loads(os.environ.get(_JOB, "{}"))
+    runtime_env = (job.get("runtime_env") or {}) if isinstance(job, dict) else job
+    of_job = runtime_env.get("env_vars") or {} if isinstance(runtime_env, dict) else runtime_env
+    if not isinstance(of_job, dict):
+        raise ValueError(f"{_JOB} holds no mapping env_vars")
+    own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) and name != "OMP_NUM_THREADS"}
+    worker_env = {name: one for name, one in {**_WORKER_ENV, **own}.items() if name not in of_job}
     handler = signal.getsignal(signal.SIGTERM)
     with _without_stderr():
         ray.init(address=address, runtime_env={"env_vars": worker_env} if worker_env else None, **_QUIET)
     if handler is not None and threading.current_thread() is threading.main_thread():
         # Ray's C++ code has replaced it: SIGTERM would end the process with a crash dump
         signal.signal(signal.SIGTERM, handler)
-
-
-def _worker_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the workers: those of `environment`, and our defaults.
-
-    Without those of the Ray job that started this process: Ray sets them, and rejects a second
-    value.
-    """
-    job = json.loads(environment.get(_JOB, "{}"))
-    runtime_env = (job.get("runtime_env") or {}) if isinstance(job, dict) else job
-    of_job = runtime_env.get("env_vars") or {} if isinstance(runtime_env, dict) else runtime_env
-    if not isinstance(of_job, dict):
-        raise ValueError(f"{_JOB} holds no mapping env_vars")
-    own = {name: value for name, value in environment.items() if name.startswith(_FORWARDED) and name != "OMP_NUM_THREADS"}
-    return {name: value for name, value in {**_WORKER_ENV, **own}.items() if name not in of_job}
 
 
 @contextlib.contextmanager
@@ -270,11 +215,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _start() -> None:
-    """Start a Ray on this machine.
-
-    Raises:
-        RayStartError: any exception of Ray's start; there are RayError, bare Exception and others.
-    """
+    """Start a Ray on this machine; raise RayStartError if that fails."""
     for is_last in (*(False,) * (_START_TRIES - 1), True):
         try:
             _try_to_start()
@@ -293,7 +234,15 @@ def _try_to_start() -> None:
         os.environ.setdefault(name, value)
     # uploaded files of a Ray job are in its own cluster; workers inherit its variables from here
     os.environ.pop(_JOB, None)
-    _use_token()
+    # a token of this run alone: whoever reaches a port of Ray without one can run code
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "RAY_AUTH_MODE" not in os.environ:
+        # the default for a local cluster is a token in some versions, and none in others
+        os.environ["RAY_AUTH_MODE"] = "token"
+        # Ray has read its settings when it was imported; private, so it may not be there
+        settings = getattr(ray._raylet, "Config", None)
+        if settings is not None:
+            settings.initialize("")
     _folder = PrivateFolder()
     try:
         with _on_loopback():
@@ -308,28 +257,12 @@ def _try_to_start() -> None:
         raise
 
 
-def _use_token() -> None:
-    """A token of this run alone, in memory: whoever reaches a port of Ray without one can run code.
-    """
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    if "RAY_AUTH_MODE" not in os.environ:
-        # the default for a local cluster is a token in some versions, and none in others
-        os.environ["RAY_AUTH_MODE"] = "token"
-        # Ray has read its settings when it was imported; private, so it may not be there
-        settings = getattr(ray._raylet, "Config", None)
-        if settings is not None:
-            settings.initialize("")
-
-
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Ray listens on 127.0.0.1 alone: no other machine joins a cluster that a run has to itself.
-
-    That is what Ray does on systems where it has no clusters; there is no other setting for it, and
-    where a version has not this one either, the token remains.
-    """
+    """Ray listens on 127.0.0.1 alone: no other machine joins a cluster that a run has to itself."""
     from ray._private import ray_constants
 
+    # as on systems where Ray has no clusters; in a version without these, the token remains
     name, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = getattr(ray_constants, name, None), os.environ.get(variable)
     if before[0] is not None:
@@ -346,15 +279,8 @@ def _on_loopback() -> Iterator[None]:
             os.environ[variable] = before[1]
 
 
-def gpu_share(num_gpus: float, num_workers: int) -> float:
-    """GPUs of a worker: one if there are enough, else the largest equal share for all workers."""
-    workers_per_gpu = math.ceil(num_workers / num_gpus) if num_gpus else 0
-    # Ray counts in ten-thousandths: six workers of 0.1667 would not fit
-    return math.floor(1e4 / workers_per_gpu) / 1e4 if workers_per_gpu else 0.0
-
-
 def cause_of(error: RayTaskError) -> Exception:
-    """What a worker raised while it started: the user's error if it is one of ours."""
+    """Return the error of a worker that could not start."""
     cause = error.cause
     if isinstance(cause, NgsgdError):
         return cause

@@ -17,12 +17,12 @@ from ngsgd.launcher.text import printable
 if TYPE_CHECKING:
     from ngsgd.launcher.arguments import Parser
 
-# Ray's words for a job that is over
-ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
+ENDED = ("STOPPED", "SUCCEEDED", "FAILED")  # Ray's words for a job that is over
 _DEFAULT = "http://127.0.0.1:8265"
-# what `ray job` reads, too
-_ADDRESS = "RAY_API_SERVER_ADDRESS"
+_ADDRESS = "RAY_API_SERVER_ADDRESS"  # what `ray job` reads, too
 _TOKEN_ERRORS = ("401", "unauthorized", "authentication", "token")
+# settings of a run that joins the cluster of its Ray job, above those of a recipe
+IN_JOB = ("cluster=ray", "cluster.address=auto")
 POLL_INTERVAL_S = 0.5
 _AGENT_S = 90.0
 
@@ -78,8 +78,7 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
             raise ConfigError(f"{job} is neither a run nor a job of the cluster at {server.address}; see them with: ngsgd status "
                               f"--dashboard-url {server.address}") from error
         if job and "already exists" in str(error):
-            raise ConfigError(f"job {job} exists on the cluster at {server.address}; choose "
-                              "another --job-name.") from error
+            raise ConfigError(f"job {job} exists on the cluster at {server.address}; choose another --job-name.") from error
         if any(word in str(error).lower() for word in _TOKEN_ERRORS):
             raise ClusterError(f"the cluster at {server.address} refuses this token, or none was given ({said}); give the one of "
                                "its head with --token-file FILE or RAY_AUTH_TOKEN.") from error
@@ -91,9 +90,7 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
 
 
 def submit(client: Any, **what: Any) -> str:
-    """The job's id. A head that was just started refuses jobs for some seconds, until its agent is
-    up: that is waited for.
-    """
+    """Submit a job and return its id; wait for the agent of a head that was just started."""
     deadline = time.monotonic() + _AGENT_S
     while True:
         try:

@@ -11,48 +11,41 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
 
 from ngsgd import process_identity
-from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest
-from ngsgd.cluster.exchange.collective_client import Ending, exchange_of
-from ngsgd.cluster.exchange.process_group import Backend
+from ngsgd.cluster.exchange.collective import FetchRequest, StepRequest
+from ngsgd.cluster.exchange.collective_client import Ending, Exchange
 from ngsgd.cluster.exchange.selection import Way, choose_way, unpacked
-from ngsgd.cluster.exchange.shared_memory import SharedRef
-from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
+from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.process import Activity
 from ngsgd.cluster.slot_pool import Slot, SlotPool
 from ngsgd.config import ClusterConfig
 from ngsgd.data.fetching.files import RemoteData
-from ngsgd.errors import ClusterError
-from ngsgd.launcher.ray.cluster import (
-    cause_of,
-    connect,
-    exchange_error,
-    gpu_share,
-    how_it_ended,
-    log_folder,
-    require_cpus,
-    room_for_workers,
-    shutdown,
-)
-from ngsgd.launcher.ray.folders import UnseenFolder
-from ngsgd.launcher.ray.node_data import NodeData
+from ngsgd.errors import ClusterError, FailureKind
+from ngsgd.launcher.ray.capacity import Capacity, gpus_per_worker, in_words, need_of, room_for
+from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, how_it_ended, log_folder, shutdown
+from ngsgd.launcher.ray.node_data import NodeData, UnseenFolder
 from ngsgd.launcher.ray.probe import HeadWatch
+from ngsgd.launcher.ray.snapshots import RemoteSnapshotMemory, start_server
 from ngsgd.launcher.ray.worker import Address, RayWorker
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.snapshots.job_snapshots import MOST_MEMORY, free_memory
 from ngsgd.training.task import TaskSpec
 
 _PING_S = 5.0
-# time for a killed process of this machine to end
-_GONE_S = 1.0
+# between two questions for the progress of workers on other machines
+_ASK_S = 2.0
+_GONE_S = 1.0  # time for a killed process of this machine to end
 _NAMES: Mapping[Way, str] = {"shared_memory": "shared memory, and Ray's object store between machines",
                              "object_store": "Ray's object store", "collective": "gloo, averaged by the workers",
                              "nccl": "NCCL, averaged by the workers"}
 # for an object to arrive that Ray reports as available; the largest model takes seconds
 _FETCH_S = 300.0
+# until other workers are served
+_GET_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,7 @@ class _StoreRef:
         try:
             vector: Vector = ray.get(self.ref, timeout=_FETCH_S)
         except GetTimeoutError as error:
-            raise ClusterError(f"Ray's object store did not return a vector within {_FETCH_S:g} s; see whether its memory is "
-                               "full (ray memory), then resume.") from error
+            raise _store_is_slow() from error
         return vector
 
 
@@ -77,19 +69,18 @@ class WorkerSlot(Slot):
     """One worker: its actor, and refs of its pending answers."""
 
     actor: Any
-    # ref of its address, once it can take jobs
-    starting: Any = None
+    starting: Any = None  # ref of its address, once it can take jobs
     address: Address | None = None
-    # ref of the job's result, and of what only the job's next start needs
-    running: Any = None
+    running: Any = None  # ref of the job's result, and of what only the job's next start needs
     own: Any = None
-    # ref of the answer to a question of the exchange
-    answer: Any = None
-    # ref of the answer to how many minibatches are done
-    asked: Any = None
+    answer: Any = None  # ref of the answer to a question of the exchange
+    asked: Any = None  # ref of the answer to how many minibatches are done
     answered: int = 0
-    # while it starts, ref of the next reading of its activity
-    probe: Any = None
+    # time on the pool's clock at which its result was first seen on its node
+    ended_s: float | None = None
+    num_seen: int = 0  # times that it was
+    is_asked_to_leave: bool = False  # its node is drained
+    probe: Any = None  # while it starts, ref of the next reading of its activity
 
     @property
     def pending(self) -> Any:
@@ -101,49 +92,61 @@ class RayPool(SlotPool[WorkerSlot]):
     """Long-lived Ray actors, one job at a time each.
 
     Parameters pass through memory that the actors on the coordinator's machine share with it, and
-    through Ray's object store to and from all others. Or the coordinator receives the mean alone,
-    which the workers make among themselves.
+    through Ray's object store to and from all others, or the workers make the mean themselves.
     """
 
     def __init__(self, spec: TaskSpec, num_threads: int, size: int, agreement: Agreement | None = None,
                  report: Callable[[str], object] = lambda _line: None, folders: Sequence[str] = ()) -> None:
         self.config: ClusterConfig = spec.settings.cluster
-        # the head of a cluster may be another kind of machine, but its code and libraries are the
-        # workers'
+        # the head may be another kind of machine, but its code and libraries are the workers'
         agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
         super().__init__(spec, self.config.num_workers, num_threads, size, agreement, report)
-        # that every worker must see or fetch
-        self.folders = folders
+        self.folders = folders  # that every worker must see or fetch
         self._data = NodeData(spec, report)
         # copies of shared vectors for workers on other machines
         self._in_store: dict[SharedRef, _StoreRef] = {}
         self._owns_ray = False
         self._head: HeadWatch | None = None
-        # a message refers to them
-        self._keeps_logs = False
+        self._capacity: Capacity | None = None
+        self._asked_s = -_ASK_S
+        self._ask_every_s = min(_ASK_S, spec.settings.failure.hang_timeout_s / 10.0)
+        self._snapshot_server: Any = None
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
-        if self.config.exchange == "nccl" and self.gpus_per_worker() < 1.0:
+        # without an address it may be that of the user's own program
+        num_gpus = gpus_per_worker(self.config, is_own=not self.config.address, report=self._report)
+        if self.config.exchange == "nccl" and num_gpus < 1.0:
             raise ClusterError("cluster.exchange is nccl, which takes one GPU per worker, and Ray offers fewer; set "
                                "cluster.exchange=auto.")
         self._head = HeadWatch(ray.get_runtime_context().gcs_address)
         self._spec_ref = ray.put(self.spec)
         self._num_cpus = 0 if self._owns_ray else self.num_threads * self.config.ranks_per_worker
-        require_cpus(self._num_cpus, self.config.address or self._head.address)
-        options: dict[str, Any] = {"num_cpus": self._num_cpus, "max_restarts": 0,
-                                   "num_gpus": self.gpus_per_worker(), "concurrency_groups": {"control": 1}}
+        self._need = need_of(self._num_cpus, num_gpus)
+        self._capacity = Capacity("" if self._owns_ray else self._head.address, self._need, self.num_workers, self._report)
+        # workers that wait for room are what an autoscaler reacts to
+        options: dict[str, Any] = {"num_cpus": self._num_cpus, "max_restarts": 0, "num_gpus": num_gpus,
+                                   "concurrency_groups": {"control": 1}}
         self._actor_class = ray.remote(**options)(RayWorker)
-        self._start_workers()
+        # machines of a cluster come one after another; NCCL and gloo connect those of the start
+        is_early = self.config.address and self.config.exchange in ("auto", "object_store")
+        self._start_workers(1 if is_early else self.num_workers)
         self._way = self.chosen_exchange()
         if self._way in ("collective", "nccl"):
-            backend: Backend = "nccl" if self._way == "nccl" else "gloo"
-            self._exchange = exchange_of(self.config, ray.util.get_node_ip_address(), backend)
+            self._exchange = Exchange(ray.util.get_node_ip_address(), codec=self.config.codec,
+                                      backend="nccl" if self._way == "nccl" else "gloo")
 
     def wait(self, timeout_s: float) -> Outcome | None:
         assert self._head
         self._head.check()
+        self._leave_drained_nodes()
         return super().wait(timeout_s)
+
+    def has_busy_start(self) -> bool:
+        """Whether a worker that starts was busy, or a machine for it came or was requested."""
+        assert self._capacity
+        has_news = self._capacity.has_news()
+        return super().has_busy_start() or has_news
 
     def release(self, ref: VectorRef) -> None:
         if isinstance(ref, SharedRef):
@@ -155,8 +158,12 @@ class RayPool(SlotPool[WorkerSlot]):
         head_is_there = self._head is not None and not self._head.is_lost
         for slot in self._slots if head_is_there else ():
             ray.kill(slot.actor)
+        if self._capacity:
+            self._capacity.close()
         if head_is_there:
             self._data.close()
+            if self._snapshot_server is not None:
+                ray.kill(self._snapshot_server)
         super().close()
         if self._owns_ray and head_is_there:
             shutdown(keep_logs=self._keeps_logs)
@@ -173,19 +180,16 @@ class RayPool(SlotPool[WorkerSlot]):
                                                   remote, has_kernels=self.agreement.has_kernels)
 
     def _is_here(self, slot: WorkerSlot) -> bool:
-        return slot.address is not None and slot.address.shares_memory
+        return slot.address is not None and slot.address.device.is_near
 
     def _num_places(self, slot: WorkerSlot, job: Job) -> int:
         return job.num_vectors if self._is_here(slot) and self._way == "shared_memory" else 0
 
     def _post(self, slot: WorkerSlot, job: Job, snapshots: SharedSnapshotMemory | None) -> None:
-        if not slot.places:
-            start = replace(job.start, model=self._portable(job.start.model), own=job.start.own and self._portable(job.start.own))
-            job = replace(job, start=start)
-        keeps = self._exchange is not None
-        slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(job, slot.places, keeps, snapshots)
+        slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(
+            job, slot.places, self._exchange is not None, snapshots and self._reachable(slot, snapshots))
 
-    def _request(self, slot: WorkerSlot, question: MeanRequest | FetchRequest) -> None:
+    def _request(self, slot: WorkerSlot, question: StepRequest | FetchRequest) -> None:
         slot.answer = slot.actor.answer.remote(question)
 
     def _ask_to_stop(self, slot: WorkerSlot) -> None:
@@ -216,22 +220,55 @@ class RayPool(SlotPool[WorkerSlot]):
             slot.probe = _control(slot.actor.activity)
         return found
 
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        # not for every event, of which there are as many as workers
+        if time.monotonic() - self._asked_s >= self._ask_every_s:
+            self._ask_for_progress()
+            self._asked_s = time.monotonic()
+        return super().progress()
+
     def _num_done(self, slot: WorkerSlot) -> int:
         """On another machine, the minibatches that the worker last reported as done."""
-        if self._is_here(slot):
-            return super()._num_done(slot)
-        if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
+        # one whose result travels does not hang
+        return slot.num_seen + (super()._num_done(slot) if self._is_here(slot) else slot.answered)
+
+    def _ask_for_progress(self) -> None:
+        far = [slot for slot in self._slots if slot.job is not None and not self._is_here(slot)]
+        asked = {slot.asked: slot for slot in far if slot.asked is not None}
+        for ref in ray.wait(list(asked), num_returns=len(asked), timeout=0.0)[0] if asked else ():
             # its death is reported by the job
             with contextlib.suppress(RayError):
-                slot.answered = ray.get(slot.asked, timeout=_PING_S)
-            slot.asked = None
-        if slot.asked is None:
+                asked[ref].answered = ray.get(ref, timeout=_PING_S)
+            asked[ref].asked = None
+        for slot in far:
             # a worker that hangs reports nothing new
-            slot.asked = _control(slot.actor.minibatches)
-        return slot.answered
+            slot.asked = slot.asked or _control(slot.actor.minibatches)
+        running = {slot.running: slot for slot in self._slots if slot.running is not None}
+        # the result is on the worker's node, and waits for memory here: no worker is at fault
+        for ref in ray.wait(list(running), num_returns=len(running), timeout=0.0, fetch_local=False)[0] if running else ():
+            slot = running[ref]
+            slot.num_seen, slot.ended_s = slot.num_seen + 1, self._clock.now if slot.ended_s is None else slot.ended_s
+            if self._clock.now - slot.ended_s > _FETCH_S:
+                raise _store_is_slow()
+
+    def _leave_drained_nodes(self) -> None:
+        """Ask workers to end their jobs on nodes that Ray is about to remove."""
+        draining = self._capacity.draining if self._capacity else frozenset()
+        for slot in self._slots if draining else ():
+            if slot.address is None or slot.address.node_id not in draining or not slot.is_usable:
+                continue
+            ending = Ending(f"its node {slot.address.host} is drained", FailureKind.ASKED_TO_END)
+            if slot.job is None and slot.pending is None:
+                slot.leaving = True
+                self._kill_for(slot, ending)
+            elif slot.job is not None and not slot.is_asked_to_leave:
+                slot.is_asked_to_leave, slot.ending = True, ending
+                _control(slot.actor.leave)
 
     def _why_few(self) -> str:
-        return room_for_workers(self._num_cpus)
+        if not self._need:
+            return ""
+        return f" (each takes {in_words(self._need)}, and the machines of the cluster have room for {room_for(self._need)})"
 
     def _find_deaths(self) -> None:
         pings = {_control(slot.actor.minibatches): slot for slot in self._slots if slot.is_idle}
@@ -254,16 +291,29 @@ class RayPool(SlotPool[WorkerSlot]):
             time.sleep(timeout_s)
             return
         done, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s)
+        if done:
+            # all at once: a wait takes time for each worker
+            done, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0.0)
         for ref in done:
             slot = by_ref[ref]
-            try:
-                value = ray.get(ref, timeout=_FETCH_S)
-            except RayTaskError as error:
-                self._raised(slot, error)
-            except RayError as error:
-                self._died_by(slot, error)
-            else:
-                self._receive(slot, value)
+            # a death may have ended other workers
+            if self._slots[slot.index] is slot:
+                self._fetch_answer(slot, ref)
+
+    def _fetch_answer(self, slot: WorkerSlot, ref: Any) -> None:
+        try:
+            value = ray.get(ref, timeout=_GET_S)
+        except RayTaskError as error:
+            self._raised(slot, error)
+        except GetTimeoutError:
+            # a store without memory is no death; `progress` limits the time
+            return
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            raise _store_is_full(error) from error
+        except RayError as error:
+            self._died_by(slot, error)
+        else:
+            self._receive(slot, value)
 
     def _receive(self, slot: WorkerSlot, value: Any) -> None:
         if slot.starting is not None:
@@ -272,9 +322,10 @@ class RayPool(SlotPool[WorkerSlot]):
                 self._start_blind(slot, value)
             else:
                 slot.address = value
+                self._require_gpu(value)
                 self._admit(slot, value.fingerprint, f" on {value.host}")
         elif slot.running is not None:
-            slot.running = None
+            slot.running = slot.ended_s = None
             self._take(slot, value)
         else:
             slot.answer, self._answers[slot.index] = None, value
@@ -286,11 +337,12 @@ class RayPool(SlotPool[WorkerSlot]):
         return result
 
     def _raised(self, slot: WorkerSlot, error: RayTaskError) -> None:
-        """Process an exception in a worker, which lives."""
         if slot.starting is not None:
             raise cause_of(error) from error
         if slot.running is None:
             raise exchange_error(error) from error
+        if isinstance(error.cause, (ObjectStoreFullError, OutOfDiskError)):
+            raise _store_is_full(error.cause) from error
         assert slot.job is not None
         slot.running = None
         cause = error.cause if isinstance(error.cause, Exception) else error
@@ -311,10 +363,6 @@ class RayPool(SlotPool[WorkerSlot]):
             time.sleep(0.01 * is_there)
         where = f"process {slot.address.process_id} on {slot.address.host}"
         return replace(found, reason=f"{where}: {found.reason}"), self._is_here(slot) and not is_there
-
-    def _cannot_start(self, slot: WorkerSlot, num_deaths: int, ending: Ending) -> ClusterError:
-        self._keeps_logs = True
-        return super()._cannot_start(slot, num_deaths, ending)
 
     @property
     def advice(self) -> str:
@@ -338,17 +386,18 @@ class RayPool(SlotPool[WorkerSlot]):
 
     # Machines -------------------------------------------------------------------------------------
 
-    def _portable(self, ref: VectorRef) -> VectorRef:
-        """The same vector where a worker on another machine can read it."""
-        if not isinstance(ref, SharedRef):
+    def _portable(self, slot: WorkerSlot, ref: VectorRef) -> VectorRef:
+        if slot.places or not isinstance(ref, SharedRef):
             return ref
         if ref not in self._in_store:
-            self._in_store[ref] = _StoreRef(ray.put(ref.read()))
+            try:
+                self._in_store[ref] = _StoreRef(ray.put(ref.read()))
+            except (ObjectStoreFullError, OutOfDiskError) as error:
+                raise _store_is_full(error) from error
         return self._in_store[ref]
 
     def chosen_exchange(self) -> Way:
-        """The way of results to the average; "shared_memory" for those workers that can, the object
-        store for the others.
+        """The way of results to the average; where workers cannot share memory, the object store.
 
         It stays when a worker's replacement comes up on another machine or GPU. Workers that NCCL
         cannot connect any more make the coordinator average, with bitwise identical results.
@@ -359,19 +408,36 @@ class RayPool(SlotPool[WorkerSlot]):
             self._report(f"parameters travel by {_NAMES[way]}: {reason}")
         return way
 
-    def gpus_per_worker(self) -> float:
-        num_gpus = 0.0 if self.config.device == "cpu" else float(ray.cluster_resources().get("GPU", 0.0))
-        if self.config.device == "cuda" and not num_gpus:
-            raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
-        size = self.config.ranks_per_worker
-        if size == 1 or not num_gpus:
-            return gpu_share(num_gpus, self.config.num_workers)
-        if num_gpus < size * self.config.num_workers:
-            raise ClusterError(f"{self.config.num_workers} workers of {size} ranks need a GPU for each rank, and Ray has "
-                               f"{num_gpus:g}; ask for fewer with cluster.num_workers or cluster.ranks_per_worker.")
-        return float(size)
+    def _require_gpu(self, address: Address) -> None:
+        """Raise ClusterError if a worker that was given a GPU computes on the CPU."""
+        if "GPU" not in self._need or address.fingerprint.device not in ("", "cpu"):
+            return
+        found = f"Ray gave a GPU to the worker on {address.host}, but torch there computes on the CPU"
+        if self.config.gpus_per_worker or self.config.address:
+            raise ClusterError(f"{found}; install torch for CUDA on that machine, or set cluster.device=cpu.")
+        self._report(found)
+
+    def _reachable(self, slot: WorkerSlot, memory: SharedSnapshotMemory) -> Any:
+        """The snapshot memory of a job where a worker on another machine can use it."""
+        if self._is_here(slot):
+            return memory
+        if self._snapshot_server is None:
+            is_limited = self.spec.settings.failure.snapshots == "auto"
+            self._snapshot_server = start_server(MOST_MEMORY * free_memory() if is_limited else float("inf"))
+        return RemoteSnapshotMemory(memory, self._snapshot_server, is_empty=not self._snapshots.newest(memory))
 
 
 def _control(method: Any) -> Any:
     """Call a method of an actor that runs next to a job."""
     return method.options(concurrency_group="control").remote()
+
+
+def _store_is_slow() -> ClusterError:
+    return ClusterError(f"Ray's object store did not return a vector within {_FETCH_S:g} s; see whether its memory is full (ray "
+                        "memory), then resume.")
+
+
+def _store_is_full(error: Exception) -> ClusterError:
+    reason = str(error).strip().partition("\n")[0][:200].rstrip(".")
+    return ClusterError(f"an object store of the Ray cluster is full ({reason}); start Ray with more memory for objects, or set "
+                        "cluster.exchange=collective, then resume.", failure=FailureKind.MEMORY)

@@ -24,15 +24,13 @@ from ngsgd.launcher.console import version
 if TYPE_CHECKING:
     from ngsgd.config import ClusterConfig
 
-# up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
-OLDEST_RAY = (2, 54)
+OLDEST_RAY = (2, 54)  # up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
 # of a complete check, name server included: with the imports of a command it ends within 10 s
 CHECK_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 2.0
 _MAX_ANSWER = 1 << 16
-# length (3 bytes), type, flags, stream
-_FRAME = struct.Struct("!HBBBI")
+_FRAME = struct.Struct("!HBBBI")  # length (3 bytes), type, flags, stream
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_STREAM, _END_HEADERS = 1, 4
 # the answer SERVING of grpc.health.v1.Health/Check, as a gRPC message
@@ -46,9 +44,8 @@ def require_version() -> None:
     # without Ray there are no numbers, and its import fails
     if found and found < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
-        raise ConfigError(f"Ray {installed} is installed, in which others on the network can "
-                          "delete jobs without a token (CVE-2026-27482); pip install "
-                          f"'ray[default]>={oldest}' on every machine of the cluster.")
+        raise ConfigError(f"Ray {installed} is installed, in which others on the network can delete jobs without a token "
+                          f"(CVE-2026-27482); pip install 'ray[default]>={oldest}' on every machine of the cluster.")
 
 
 def require_cluster(config: ClusterConfig) -> None:
@@ -69,14 +66,13 @@ def require_head(address: str) -> None:
     where = found if found == address else f"{found} (cluster.address={address})"
     # a client of ray:// cannot be the coordinator, which shares memory and objects with workers
     if "://" in found or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"the address of the Ray cluster is {where}; cluster.address must be HOST:PORT of its head, such as "
-                          "head:6379, or auto.")
-    fix = "start the head with: ray start --head, and check cluster.address"
+        raise ConfigError(f"the address of the Ray cluster is {where}; cluster.address, or RAY_ADDRESS with auto, must be "
+                          "HOST:PORT of its head, such as head:6379. Without Ray: cluster=local.")
     try:
         _limited(lambda: ask_server(host.strip("[]"), int(port)))
     except OSError as error:
-        raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.",
-                           failure=FailureKind.HEAD) from error
+        raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); start the head with: ray start --head, and "
+                           "check cluster.address.", failure=FailureKind.HEAD) from error
 
 
 def require_dashboard(address: str) -> None:
@@ -87,9 +83,8 @@ def require_dashboard(address: str) -> None:
     try:
         _limited(lambda: _get(f"{address.rstrip('/')}/api/version"))
     except (OSError, ValueError) as error:
-        raise ClusterError(f"no Ray job server answers at {address} ({_why(error)}); give the "
-                           "address of its "
-                           "dashboard with --dashboard-url http://HEAD:8265.") from error
+        raise ClusterError(f"no Ray job server answers at {address} ({_why(error)}); give the address of its dashboard with "
+                           "--dashboard-url http://HEAD:8265.") from error
 
 
 def _resolved(address: str) -> str | None:
@@ -109,16 +104,24 @@ def _resolved(address: str) -> str | None:
 
 
 def ask_server(host: str, port: int) -> None:
-    """Raises OSError unless a GCS is there and serves.
+    """Raise OSError unless a GCS is there and serves, by the health service of gRPC.
 
-    A GCS reports its health by the standard gRPC service, without a token. The request is written
-    by hand: a gRPC library in this process would not get on with Ray's own, nor with processes that
-    it forks.
+    It needs no token. The request is written by hand: a gRPC library in this process would not get
+    on with Ray's own, nor with processes that it forks.
     """
     with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):
             return
-        connection.sendall(_health_request(f"{host}:{port}"))
+        headers = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Check",
+                   ":authority": f"{host}:{port}"[:100], "te": "trailers", "content-type": "application/grpc"}
+        # literal fields without indexing (RFC 7541, 6.2.2): no tables, no compression
+        block = b"".join(bytes([0, len(key)]) + key.encode() + bytes([len(value)]) + value.encode()
+                         for key, value in headers.items())
+        # HTTP/2 (RFC 9113): the preface, empty settings, and one request with an empty message
+        request = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        for *head, content in ((_SETTINGS, 0, 0, b""), (_HEADERS, _END_HEADERS, 1, block), (_DATA, _END_STREAM, 1, bytes(5))):
+            request += _FRAME.pack(len(content) >> 8, len(content) & 255, *head) + content
+        connection.sendall(request)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         found = b""
         while _SERVING not in found:
@@ -127,22 +130,6 @@ def ask_server(host: str, port: int) -> None:
             found += part
             if not part or len(found) > _MAX_ANSWER:
                 raise OSError("another kind of server is there")
-
-
-def _health_request(authority: str) -> bytes:
-    """HTTP/2 (RFC 9113): the preface, empty settings, and one request with an empty message."""
-    headers = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Check",
-               ":authority": authority[:100], "te": "trailers", "content-type": "application/grpc"}
-    # literal fields without indexing (RFC 7541, 6.2.2): no tables, no compression
-    block = b"".join(bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-                     for name, value in headers.items())
-    return b"".join([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(_SETTINGS, 0, 0, b""),
-                     _frame(_HEADERS, _END_HEADERS, 1, block),
-                     _frame(_DATA, _END_STREAM, 1, bytes(5))])
-
-
-def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
-    return _FRAME.pack(len(content) >> 8, len(content) & 255, kind, flags, stream) + content
 
 
 def _get(url: str) -> None:
@@ -224,9 +211,7 @@ class HeadWatch:
 
 
 def _end() -> None:
-    """Ends the process ahead of Ray's own clean-up, which waits for the head until Ray ends the
-    process with code 1.
-    """
+    """End the process ahead of Ray's clean-up, which waits for the head and ends it with code 1."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(ClusterError.exit_code)

@@ -1,7 +1,7 @@
 """The folder of a Ray that a run starts for itself: nobody else on the machine can enter it.
 
-Ray makes its session folder, and the sockets in it, writable for everybody, so that any user could
-move a socket away.  Below a folder of mode 0700 nobody reaches them.
+Ray makes its session folder, and the sockets in it, writable for everybody. Nobody reaches them
+below a folder of mode 0700.
 """
 
 from __future__ import annotations
@@ -22,18 +22,26 @@ from typing import Any
 _PREFIX = "ngsgd-ray-"
 # sun_path holds 107 bytes; this long is /r/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
 _LONGEST_SOCKET, _SESSION_BYTES = 107, 68
-# Ray's processes need about a minute to end when their coordinator was killed
-_STALE_S = 600.0
+_STALE_S = 600.0  # Ray's processes need about a minute to end when their coordinator was killed
 
 
 class PrivateFolder:
-    """Made at once; removed by `close`, at the end of the process, or by a later run if it was
-    killed.
-    """
+    """Removed by `close`, at the end of the process, or by a later run if it was killed."""
 
     def __init__(self) -> None:
         base = scratch_folder()
-        _remove_stale(base)
+        # folders of this user's runs that were killed
+        for lock in Path(base).glob(f"{_PREFIX}*/lock"):
+            with contextlib.suppress(OSError):
+                about = lock.stat()
+                if about.st_uid != os.getuid() or time.time() - about.st_mtime < _STALE_S:
+                    continue
+                descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
         # mkdtemp makes it 0700; Ray opens its own folder below for everybody
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         self.temp_dir = str(self.path / "r")
@@ -73,23 +81,8 @@ def scratch_folder() -> str:
     return found if length <= _LONGEST_SOCKET and Path(found).is_dir() else "/tmp"
 
 
-def _remove_stale(base: str) -> None:
-    """Removes the folders of this user's runs that were killed."""
-    for lock in Path(base).glob(f"{_PREFIX}*/lock"):
-        with contextlib.suppress(OSError):
-            if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < _STALE_S:
-                continue
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# of the lines before the run folder exists
-_MAX_KEPT = 1000
+_MAX_KEPT = 1000  # of the lines before the run folder exists
 
 
 class RayLog(logging.Handler):
@@ -121,8 +114,7 @@ class RayLog(logging.Handler):
             self.emit(self._kept.popleft())
 
 
-# one per process, as Ray itself is
-RAY_LOG = RayLog()
+RAY_LOG = RayLog()  # one per process, as Ray itself is
 
 
 def divert() -> None:
@@ -138,9 +130,7 @@ def divert() -> None:
     logger.propagate = False
     # private, and there is no setting: a version without this name prints its messages
     if hasattr(worker, "print_to_stdstream"):
-        worker.print_to_stdstream = _log_printed
-
-
-def _log_printed(data: Mapping[str, Any], **_options: Any) -> None:
-    for line in data.get("lines", ()):
-        logging.getLogger("ray.raylet").error("%s", line)
+        def log_printed(data: Mapping[str, Any], **_options: Any) -> None:
+            for line in data.get("lines", ()):
+                logging.getLogger("ray.raylet").error("%s", line)
+        worker.print_to_stdstream = log_printed

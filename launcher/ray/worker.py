@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 
 import numpy as np
 import numpy.typing as npt
+import ray
 
-from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
+from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, GroupFailure, StepRequest, StepShard
 from ngsgd.cluster.exchange.selection import WorkerDevice, packed
 from ngsgd.cluster.exchange.shared_memory import SharedRef
-from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Fingerprint
-from ngsgd.cluster.process import Activity, activity_of
+from ngsgd.cluster.groups import make_worker
+from ngsgd.cluster.process import Activity, activity_of, configure_process
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.data.fetching.source import FetchError
 from ngsgd.errors import ClusterError
-from ngsgd.launcher.machine_load import load_of_machine
-from ngsgd.launcher.ray.folders import UnseenFolder, unseen_here
-from ngsgd.launcher.ray.node_data import fetching
+from ngsgd.launcher.mlflow.metrics import load_of_machine
+from ngsgd.launcher.ray.node_data import UnseenFolder, fetching, unseen_here
 from ngsgd.object_storage.urls import local_root
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.snapshots.job_snapshots import SnapshotMemory
 from ngsgd.training.task import TaskSpec
 
 
@@ -35,29 +39,24 @@ class Address:
     process_id: int
     fingerprint: Fingerprint
     device: WorkerDevice
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether it does so with the coordinator."""
-        return self.device.is_near
+    node_id: str = ""  # of Ray
 
 
 class RayWorker:
     """The actor: a `Worker` in a separate process."""
 
-    def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef,
-                folders: Sequence[str] = (), remote: RemoteData | None = None, *,
-                has_kernels: bool | None = None) -> Address | UnseenFolder:
+    def __init__(self) -> None:
+        self._is_leaving = self._is_busy = self._should_stop = False
+        # here, in the main thread; jobs run in another one, during which signals arrive
+        if threading.current_thread() is threading.main_thread():
+            self._end_as_ray = signal.signal(signal.SIGTERM, self._asked_to_end)
+
+    def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef, folders: Sequence[str] = (),
+                remote: RemoteData | None = None, *, has_kernels: bool | None = None) -> Address | UnseenFolder:
         """Where the worker is, once it can take jobs; or which of the `folders` it does not see.
 
-        With `remote` it fetches the folders that it does not see.
-
-        Not the constructor: Ray reports what a constructor raises as the actor's death, and loses
-        its type.
+        With `remote` it fetches these. Not the constructor, of whose errors Ray loses the type.
         """
-        from ngsgd.cluster.exchange.collective import CollectiveWorker
-        from ngsgd.cluster.groups import make_worker
-        from ngsgd.cluster.process import configure_process
         # before the task, whose error would not name the node
         unseen = unseen_here(folders)
         if unseen and remote is None:
@@ -65,7 +64,6 @@ class RayWorker:
         configure_process(num_threads, has_kernels)
         self._index = index
         self._minibatches = 0
-        self._should_stop = False
         self._heartbeats = _reached(heartbeats)
         try:
             if unseen and remote is not None:
@@ -74,21 +72,20 @@ class RayWorker:
         except FetchError as error:
             assert unseen
             return replace(unseen, reason=str(error))
+        self._worker.snapshots.is_leaving = lambda: self._is_leaving
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision,
                                                   self._worker.ranks.summed_by)
         device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
-        return Address(os.uname().nodename, os.getpid(), fingerprint, device)
+        return Address(os.uname().nodename, os.getpid(), fingerprint, device, ray.get_runtime_context().get_node_id())
 
     def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool,
-            snapshots: SharedSnapshotMemory | None) -> tuple[JobResult, Vector | None]:
-        """The result, and apart from it the vector that only the job's next start needs, if it is
-        another one.
+            snapshots: SnapshotMemory | None) -> tuple[JobResult, Vector | None]:
+        """The result, and the vector that only the job's next start needs, if it is another one.
 
         In `places` on the coordinator's machine; elsewhere both travel through the object store,
-        the second only if it is asked for. With `keep` the result stays here, to be averaged among
-        the workers.
+        the second only if it is asked for. With `keep` the result stays here, for their mean.
         """
         self._should_stop = False
         self._worker.snapshots.memory = snapshots
@@ -103,7 +100,11 @@ class RayWorker:
             vector = ref.read()
             refs[id(vector)] = ref
             return vector
-        result = self._worker.run(job, place, self._heartbeat)
+        self._is_busy = True
+        try:
+            result = self._worker.run(job, place, self._heartbeat)
+        finally:
+            self._is_busy = False
         # the coordinator sees its own machine
         if self._heartbeats is None:
             result = replace(result, host=os.uname().nodename, machine=load_of_machine(self._output_dir))
@@ -114,14 +115,14 @@ class RayWorker:
                            encoded=None), None
         if own is result.sent.vector:
             own = None
-        if keep:
+        # a leaving worker keeps no results
+        if keep and not self._is_leaving:
             return replace(self._member.keep(result), own=None, encoded=None), own
         return replace(packed(result), own=None), own
 
-    def answer(self, question: MeanRequest | FetchRequest) -> MeanShard | GroupFailure | Vector:
-        """This worker's share of the mean, or a result that it kept."""
-        from ngsgd.cluster.exchange.collective import MeanRequest
-        return self._member.average(question) if isinstance(question, MeanRequest) else self._member.fetch(question.identity)
+    def answer(self, question: StepRequest | FetchRequest) -> StepShard | GroupFailure | Vector:
+        """This worker's shard of the outer step, or a result that it kept."""
+        return self._member.step(question) if isinstance(question, StepRequest) else self._member.fetch(question.identity)
 
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""
@@ -135,9 +136,18 @@ class RayWorker:
         """End the job after the current minibatch."""
         self._should_stop = True
 
+    def leave(self) -> None:
+        """End the job after the current minibatch, with a snapshot: another worker continues it."""
+        self._is_leaving = True
+
+    def _asked_to_end(self, signum: int, frame: FrameType | None) -> None:
+        self._is_leaving = True
+        if not self._is_busy and callable(self._end_as_ray):
+            self._end_as_ray(signum, frame)
+
     def _heartbeat(self) -> bool:
         self._count()
-        return self._should_stop
+        return self._should_stop or self._is_leaving
 
     def _count(self) -> None:
         """Report progress; a part of an archive counts as a minibatch."""

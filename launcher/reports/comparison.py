@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
 from ngsgd.config.build import flatten
 from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
-from ngsgd.files import log_lines, parse_json, read_json, read_log
+from ngsgd.files import log_lines, parse_json, read_json, read_log, sha256
 from ngsgd.launcher.reports.checks import PLACES
 from ngsgd.launcher.text import masked
+from ngsgd.runs.config_file import read_config
 from ngsgd.runs.run_folder import RunFolder
-from ngsgd.runs.saved_config import read_config
 from ngsgd.word_errors import WordErrors
 
 # settings of places and names, or that follow from others
-_NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule.num_jobs_initial")
+_NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "tracking.run_id", "tracking.parent_run_id",
+                  "schedule.num_jobs_initial")
 # groups whose difference to the best one is tested
 MAX_TESTED = 10
 _MAX_IN_NAME = 4
@@ -30,8 +31,6 @@ _MAX_IN_NAME = 4
 
 @dataclass(frozen=True)
 class Point:
-    """One outer iteration."""
-
     epoch: float
     frames_processed: int
     elapsed_s: float
@@ -43,8 +42,6 @@ class Point:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One of the runs."""
-
     folder: RunFolder
     points: tuple[Point, ...]
     settings: dict[str, Any]
@@ -79,26 +76,22 @@ class ComparedRun:
             before = point
         return math.nan
 
+    def result(self, measure: str) -> float:
+        """WER in percent, or validation loss; low is good."""
+        return self.wer[0] if measure == WER and self.wer else self.valid_loss
+
     def figures(self, objf: float) -> dict[str, Any]:
         """For JSON and the tables; None where a value is not known."""
         last, seconds = self.points[-1], self.seconds_to(objf)
-        return {
-            "run": self.label,
-            "num_jobs": max(point.num_jobs for point in self.points),
-            "optimizer": self.settings["optimizer.kind"],
-            "outer": self.settings["outer.kind"],
-            "seed": self.settings["seed"],
-            "frames_per_s": last.frames_processed / last.elapsed_s if last.elapsed_s else None,
-            "wer_percent": self.wer and self.wer[0],
-            "wer_interval_95": self.wer and list(self.wer[1:]),
-            "valid_objf": -self.valid_loss,
-            "is_final_model": self.final_objf is not None,
-            "valid_accuracy": last.accuracy,
-            "epochs": last.epoch,
-            "frames_processed": last.frames_processed,
-            "seconds": last.elapsed_s,
-            "seconds_to_common_objf": None if math.isnan(seconds) else seconds,
-        }
+        return {"run": self.label, "num_jobs": max(point.num_jobs for point in self.points),
+                "optimizer": self.settings["optimizer._target_"] or self.settings["optimizer.kind"],
+                "outer": self.settings["outer.kind"], "seed": self.settings["seed"],
+                "frames_per_s": last.frames_processed / last.elapsed_s if last.elapsed_s else None,
+                "wer_percent": self.wer and self.wer[0],
+                "wer_interval_95": self.wer and list(self.wer[1:]), "valid_objf": -self.valid_loss,
+                "is_final_model": self.final_objf is not None, "valid_accuracy": last.accuracy,
+                "epochs": last.epoch, "frames_processed": last.frames_processed, "seconds": last.elapsed_s,
+                "seconds_to_common_objf": None if math.isnan(seconds) else seconds}
 
 
 @dataclass(frozen=True)
@@ -109,13 +102,7 @@ class Group:
     runs: tuple[ComparedRun, ...]
 
     def values(self, measure: str) -> list[float]:
-        """WER in percent, or validation loss; low is good."""
-        return [run.wer[0] if measure == WER and run.wer else run.valid_loss for run in self.runs]
-
-    def by_seed(self, measure: str) -> dict[int, float]:
-        """Values by seed; of a seed that ran twice, the last."""
-        seeds = [run.settings["seed"] for run in self.runs]
-        return dict(zip(seeds, self.values(measure), strict=True))
+        return [run.result(measure) for run in self.runs]
 
     def mean(self, measure: str) -> float:
         return statistics.fmean(self.values(measure))
@@ -136,46 +123,33 @@ class Difference:
 
 
 WER, LOSS = "test WER", "validation loss"
-_UNITS = {WER: " points", LOSS: ""}
-
-
-# Reading ------------------------------------------------------------------------------------------
 
 
 def read(folder: RunFolder) -> ComparedRun:
-    """Read a run; only the entries of its log that are compared are checked.
-
-    Raises:
-        ConfigError: The run has no outer iteration, or its settings are damaged.
-    """
+    """Read a run; raise ConfigError if it has no outer iteration or damaged settings."""
     points, end = dict[int, Point](), dict[str, Any]()
     for line in log_lines(folder.events) if folder.events.is_file() else ():
         try:
             event = parse_json(line)
             if event["event"] == "outer_iteration":
-                points[int(event["outer_iter"])] = _point(event)
+                frames = int(event.get("frames_processed", event.get("examples_processed")))
+                points[int(event["outer_iter"])] = Point(
+                    float(event["epoch"]), frames, float(event["elapsed_s"]), _objf(event["train"]), _objf(event["valid"]),
+                    float(event["valid"].get("accuracy", math.nan)), int(event["num_jobs"]))
             elif event["event"] == "finished":
-                end = {
-                    "objf": _objf(event["valid"]),
-                    "wer": event.get("test_errors") and WordErrors.of_json(event["test_errors"]).wer,
-                }
+                errors = event.get("test_errors")
+                end = {"objf": _objf(event["valid"]), "wer": errors and WordErrors.of_json(errors).wer}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             # cut short by a crash, or damaged
             continue
     if not points:
-        raise ConfigError(
-            f"{folder.path} has no outer iteration yet; remove it from the command, or wait for "
-            "its first."
-        )
+        raise ConfigError(f"{folder.path} has no outer iteration yet; remove it from the command, or wait for its first.")
     bounds = interval_of(folder)
     wer = (end["wer"], *bounds) if bounds and end.get("wer") is not None else None
     in_order = tuple(points[number] for number in sorted(points))
-    values = flatten(read_config(folder.config)).items()
     # without passwords, and with lists for tuples as in YAML
-    settings = {
-        path: masked(one) if isinstance(one, str) else list(one) if isinstance(one, tuple) else one
-        for path, one in values
-    }
+    settings = {path: masked(one) if isinstance(one, str) else list(one) if isinstance(one, tuple)
+                else one for path, one in flatten(read_config(folder.config)).items()}
     return ComparedRun(folder, in_order, settings, wer, end.get("objf"))
 
 
@@ -188,31 +162,17 @@ def interval_of(folder: RunFolder) -> tuple[float, float] | None:
         return None
 
 
-def _point(event: Mapping[str, Any]) -> Point:
-    frames = event.get("frames_processed", event.get("examples_processed"))
-    accuracy = float(event["valid"].get("accuracy", math.nan))
-    epoch, elapsed_s = float(event["epoch"]), float(event["elapsed_s"])
-    train, valid = _objf(event["train"]), _objf(event["valid"])
-    return Point(epoch, int(frames), elapsed_s, train, valid, accuracy, int(event["num_jobs"]))
-
-
 def _objf(scores: Mapping[str, Any]) -> float:
-    """A custom task has a loss."""
     return float(scores["objf"]) if "objf" in scores else -float(scores["loss"])
-
-
-# Differences --------------------------------------------------------------------------------------
 
 
 def differences(runs: Sequence[ComparedRun], *, with_seed: bool = True) -> dict[str, list[Any]]:
     """Setting -> its value in each run, where they are not all equal."""
-    paths = dict.fromkeys(path for run in runs for path in run.settings)
-    found = {
-        path: [run.settings.get(path) for run in runs]
-        for path in paths
-        if path not in _NO_DIFFERENCE and (with_seed or path != "seed")
-    }
-    found = {path: values for path, values in found.items() if any(v != values[0] for v in values)}
+    found = dict[str, list[Any]]()
+    for path in dict.fromkeys(path for run in runs for path in run.settings):
+        values = [run.settings.get(path) for run in runs]
+        if (path not in _NO_DIFFERENCE and (with_seed or path != "seed") and any(one != values[0] for one in values)):
+            found[path] = values
     if found.get("schedule.num_jobs_final") == found.get("cluster.num_workers", 0):
         # one job per worker: one of the two names is enough
         del found["schedule.num_jobs_final"]
@@ -226,10 +186,8 @@ def names_of(runs: Sequence[ComparedRun]) -> list[str]:
     groups = _group_names(runs, different)
     seed_words = [f"seed={seed}" for seed in seeds] if seeds else [""] * len(runs)
     names = [", ".join(filter(None, words)) for words in zip(groups, seed_words, strict=True)]
-    return [
-        name if name and names.count(name) == 1 else ", ".join(filter(None, (name, run.label)))
-        for name, run in zip(names, runs, strict=True)
-    ]
+    return [name if name and names.count(name) == 1 else ", ".join(filter(None, (name, run.label)))
+            for name, run in zip(names, runs, strict=True)]
 
 
 def groups_of(runs: Sequence[ComparedRun]) -> list[Group]:
@@ -245,25 +203,17 @@ def groups_of(runs: Sequence[ComparedRun]) -> list[Group]:
 
 
 def _group_names(runs: Sequence[ComparedRun], different: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Words as on the command line, such as optimizer=sgd."""
     paths = list(different)[:_MAX_IN_NAME]
     # optimizer.kind is chosen with optimizer=sgd, task._target_ with task=module:function
     choices = [path.removesuffix(".kind").removesuffix("._target_") for path in paths]
     shorts = [choice.rpartition(".")[2] for choice in choices]
-    names = [
-        short if shorts.count(short) == 1 else choice
-        for short, choice in zip(shorts, choices, strict=True)
-    ]
+    names = [short if shorts.count(short) == 1 else choice for short, choice in zip(shorts, choices, strict=True)]
     values = zip(*(map(str, different[path]) for path in paths), strict=True)
     words = [", ".join(map("{}={}".format, names, of_run)) for of_run in values]
     return words or [""] * len(runs)
 
 
-# The verdict --------------------------------------------------------------------------------------
-
-
 def measure_of(runs: Sequence[ComparedRun]) -> str:
-    """The WER where all runs have one, else the validation loss."""
     return WER if all(run.wer for run in runs) else LOSS
 
 
@@ -274,67 +224,39 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
         values = best.values(measure)
         if len(values) == 1:
             return "one run", f"{measure} {values[0]:.4g}; name a second run to compare it with."
-        num_seeds = len({run.settings["seed"] for run in best.runs})
-        seeds = (
-            "equal, and so are their seeds: they are no independent runs"
-            if num_seeds == 1
-            else "equal but for the seed"
-            if num_seeds == len(values)
-            else f"equal but for the seed, of which there are {num_seeds}"
-        )
-        return "no difference", (
-            f"The settings of these {counted(len(values), 'run')} are {seeds}: {measure} mean "
-            f"{statistics.fmean(values):.4g}, {min(values):.4g} to {max(values):.4g}."
-        )
+        num_seeds, seeds = len({run.settings["seed"] for run in best.runs}), "equal but for the seed"
+        if num_seeds == 1:
+            seeds = "equal, and so are their seeds: they are no independent runs"
+        elif num_seeds < len(values):
+            seeds += f", of which there are {num_seeds}"
+        return "no difference", (f"The settings of these {counted(len(values), 'run')} are {seeds}: {measure} mean "
+            f"{statistics.fmean(values):.4g}, {min(values):.4g} to {max(values):.4g}.")
     second = groups[1]
-    problem = incomparable([*best.runs, *second.runs], measure)
-    if problem:
+    if problem := _incomparable([*best.runs, *second.runs], measure):
         return "not comparable", problem
-    better, worse = _group_names(
-        [best.runs[0], second.runs[0]], differences([best.runs[0], second.runs[0]], with_seed=False)
-    )
+    first_runs = [best.runs[0], second.runs[0]]
+    better, worse = _group_names(first_runs, differences(first_runs, with_seed=False))
     found = difference(best, second, measure)
-    unit = _UNITS[measure]
-    means = f"{best.mean(measure):.3g} and {second.mean(measure):.3g}"
-    figures = f"{measure} {means}, difference {found.value:.2g}{unit}"
+    figures = (f"{measure} {best.mean(measure):.3g} and {second.mean(measure):.3g}, "
+               f"difference {found.value:.2g}{' points' if measure == WER else ''}")
     if math.isnan(found.low):
-        return "no interval", (
-            f"{better} has a lower {measure} than {worse}: {figures}. One run of each gives no "
-            "interval; train both with the same two or more seeds."
-        )
+        return "no interval", (f"{better} has a lower {measure} than {worse}: {figures}. One run of each gives no "
+            "interval; train both with the same two or more seeds.")
     interval = f"95% interval {found.low:.2g} to {found.high:.2g}, {found.basis}"
     if found.is_significant:
         return "better", f"{better} is better than {worse}: {figures} ({interval})."
-    return (
-        "not significant",
-        f"{better} and {worse} do not differ significantly: {figures} ({interval}).",
-    )
+    return "not significant", (f"{better} and {worse} do not differ significantly: {figures} ({interval}).")
 
 
-def incomparable(runs: Sequence[ComparedRun], measure: str) -> str:
+def _incomparable(runs: Sequence[ComparedRun], measure: str) -> str:
     """The reason why these runs cannot be compared by a measure; empty if they can."""
-    prefixes = (
-        ("objective.kind", "task.", "data.", "features.", "align.") if measure == LOSS else ()
-    )
-    found = [path for path in differences(runs) if path.startswith(prefixes)] if prefixes else []
-    if found:
-        return (
-            f"{', '.join(found[:3])} differ, so the validation losses are of different things; "
-            "compare the WER."
-        )
-    if (
-        measure == WER
-        and len(
-            {
-                tuple((row.utt_id, row.errors.num_words) for row in rows)
-                for run in runs
-                if (rows := utterances(run))
-            }
-        )
-        > 1
-    ):
-        return "The runs were decoded on different test sets."
-    return ""
+    if measure == LOSS:
+        prefixes = ("objective.kind", "task.", "data.", "features.", "align.")
+        found = [path for path in differences(runs) if path.startswith(prefixes)]
+        return (f"{', '.join(found[:3])} differ, so the validation losses are of different things; "
+                "compare the WER.") if found else ""
+    tests = {tuple((row.utt_id, row.errors.num_words) for row in rows) for run in runs if (rows := utterances_of(run.folder))}
+    return "The runs were decoded on different test sets." if len(tests) > 1 else ""
 
 
 def difference(best: Group, other: Group, measure: str) -> Difference:
@@ -344,43 +266,76 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     the utterances of one run each by a paired bootstrap.
     """
     # NumPy is loaded for the first interval, not for the help
-    from ngsgd.asr.decode.significance import bootstrap_interval, paired_interval, welch_interval
+    from ngsgd.asr.decode.scoring import bootstrap_interval, paired_interval, welch_interval
 
     value = other.mean(measure) - best.mean(measure)
-    ours, theirs = best.by_seed(measure), other.by_seed(measure)
+    # of a seed that ran twice, the last
+    ours, theirs = ({run.settings["seed"]: run.result(measure) for run in group.runs} for group in (best, other))
     matched = [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
     if len(matched) > 1:
         mean = statistics.fmean(matched)
         return Difference(mean, *paired_interval(matched), f"{counted(len(matched), 'matched seed')}")
-    counts = (len(best.runs), len(other.runs))
-    if min(counts) > 1:
+    if min(len(best.runs), len(other.runs)) > 1:
         bounds = welch_interval(best.values(measure), other.values(measure))
-        return Difference(value, *bounds, f"{counts[0]} and {counts[1]} runs of other seeds")
+        return Difference(value, *bounds, f"{len(best.runs)} and {counted(len(other.runs), 'run')} of other seeds")
     # with equal seeds if there are such
     pairs = [(first, second) for first in best.runs for second in other.runs]
     first, second = min(pairs, key=lambda pair: pair[0].settings["seed"] != pair[1].settings["seed"])
-    both = bootstrap_interval(utterances(first), utterances(second)) if measure == WER else None
-    if both:
-        low, high = both
-        value = Group("", (second,)).mean(measure) - Group("", (first,)).mean(measure)
-        basis = "one run each, test utterances resampled; seeds may differ by more"
-        return Difference(value, low, high, basis)
+    rows = (utterances_of(first.folder), utterances_of(second.folder)) if measure == WER else ()
+    if rows and (both := bootstrap_interval(*rows)):
+        return Difference(second.result(measure) - first.result(measure), *both,
+                          "one run each, test utterances resampled; seeds may differ by more")
     return Difference(value, math.nan, math.nan, "one run each")
 
 
 @functools.lru_cache(maxsize=64)
-def _utterances(path: Path) -> list[UtteranceErrors]:
+def utterances_of(folder: RunFolder) -> list[UtteranceErrors]:
+    """Errors of each utterance of the test set of a run; empty where nothing was decoded."""
     try:
-        return read_per_utterance(read_log(path))
+        return read_per_utterance(read_log(folder.decode / "test.per_utt.txt"))
     except (OSError, ValueError):
         return []
-
-
-def utterances(run: ComparedRun) -> list[UtteranceErrors]:
-    """Errors of each utterance of the test set; empty where nothing was decoded."""
-    return _utterances(run.folder.decode / "test.per_utt.txt")
 
 
 def common_objf(runs: Sequence[ComparedRun]) -> float:
     """The validation objective that every run reached: the lowest of their best."""
     return min(max(point.valid_objf for point in run.points) for run in runs)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Final models that should be identical, and the number of those that are not."""
+
+    num_compared: int
+    # from the first one of their settings and seed
+    num_different: int
+    # whether they have equal settings and seeds, or only happen to be identical
+    are_equal_runs: bool
+
+    @property
+    def sentence(self) -> str:
+        if not self.num_different:
+            which = " of equal settings and seed" if self.are_equal_runs else ""
+            return f"The final models{which} are bitwise identical."
+        many = counted(self.num_compared, "final model differs", "final models differ")
+        return (f"{self.num_different} of {many} from another one of equal settings and seed; "
+                "ngsgd info RUN prints the numeric fingerprint of a run.")
+
+
+def identity(runs: Sequence[ComparedRun]) -> Identity | None:
+    """Compare the final models; None where there are no two to compare."""
+    finished, digests = list[ComparedRun](), list[str]()
+    for run in runs:
+        # before the end of a run there is none
+        with contextlib.suppress(OSError):
+            digests.append(sha256(run.folder.final / "model.safetensors"))
+            finished.append(run)
+    if len(finished) > 1 and len(set(digests)) == 1:
+        return Identity(len(finished), 0, are_equal_runs=False)
+    different = differences(finished).values()
+    groups: dict[str, list[str]] = {}
+    for index, digest in enumerate(digests):
+        groups.setdefault(repr([values[index] for values in different]), []).append(digest)
+    repeated = [found for found in groups.values() if len(found) > 1]
+    num_different = sum(digest != found[0] for found in repeated for digest in found)
+    return Identity(sum(map(len, repeated)), num_different, are_equal_runs=True) if repeated else None

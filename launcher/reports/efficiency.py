@@ -87,8 +87,18 @@ def efficiency_of(events: Iterable[Mapping[str, Any]]) -> Efficiency:
 def of_record(record: OuterIterationRecord, before_s: float = 0.0) -> Efficiency:
     """The same of one outer iteration; `before_s` is `elapsed_s` of the one before."""
     one = efficiency_of([{"event": "outer_iteration", **asdict(record)}])
-    seconds = record.elapsed_s - (before_s if before_s < record.elapsed_s else 0.0)
+    seconds = _seconds_of(record, before_s)
     return replace(one, wall_s=seconds, worker_s=seconds * one.num_workers)
+
+
+def samples_per_second(record: OuterIterationRecord, before_s: float = 0.0) -> float:
+    """Frames or examples of the accepted jobs of an outer iteration per second."""
+    return sum(job.num_frames for job in record.jobs if job.accepted) / max(_seconds_of(record, before_s), 1e-9)
+
+
+def _seconds_of(record: OuterIterationRecord, before_s: float) -> float:
+    """The clock begins again in a process that resumes the run."""
+    return record.elapsed_s - (before_s if before_s < record.elapsed_s else 0.0)
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,6 @@ class SiteFigures:
     # sites in these averages, and sites of the run in each of them
     num_counted: int = 0
     num_possible: int = 0
-    # averages of the other sites without this one
-    num_missed: int = 0
     sent_mb: float = 0.0
     received_mb: float = 0.0
     wait_s: float = 0.0
@@ -122,5 +130,5 @@ def sites_of(events: Iterable[Mapping[str, Any]]) -> SiteFigures:
 
     def total(name: str) -> float:
         return float(sum(one.get(name, 0.0) for one in rounds))
-    return SiteFigures(int(total("averages")), int(total("counted")), int(total("possible")), int(total("missed")),
-                       total("sent_bytes") / 1e6, total("received_bytes") / 1e6, total("wait_s"))
+    return SiteFigures(int(total("averages")), int(total("counted")), int(total("possible")), total("sent_bytes") / 1e6,
+                       total("received_bytes") / 1e6, total("wait_s"))

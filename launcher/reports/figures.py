@@ -11,17 +11,13 @@ from ngsgd.files import new_file
 from ngsgd.launcher.reports.history import Curve, Stop
 
 if TYPE_CHECKING:
-    from ngsgd.launcher.reports.comparison import ComparedRun, Group
+    from ngsgd.launcher.reports.comparison import Group
 
 BLUE, ORANGE, GREEN, RED, PURPLE = "#1f6fb4", "#b85c0a", "#2a7f45", "#c0392b", "#7d4fb0"
 GRAY, LINE, INK = "#6b7280", "#dfe3e8", "#1d232b"
 RUN_COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, "#0f7c88", "#b83280", GRAY)
-_TIMES = {
-    "compute_s": ("jobs", BLUE),
-    "average_s": ("averaging", ORANGE),
-    "checkpoint_s": ("checkpoint", GREEN),
-    "diagnostics_s": ("diagnostics", PURPLE),
-}
+_TIMES = {"compute_s": ("jobs", BLUE), "average_s": ("averaging", ORANGE),
+          "checkpoint_s": ("checkpoint", GREEN), "diagnostics_s": ("diagnostics", PURPLE)}
 _DPI = 130
 _MAX_BARS = 20
 
@@ -45,14 +41,10 @@ def run_figure(curve: Curve, stops: Sequence[Stop] = ()) -> Any:
         what = {"training": (score.train, BLUE), "validation": (score.valid, ORANGE)}
         _lines(panels[name], curve, what, scale=score.scale)
         label(panels[name], score.title, score.unit)
-    rates = {"effective": ("effective_lr", GREEN), "each job": ("lr", GRAY)}
-    _lines(panels["lr"], curve, rates)
+    _lines(panels["lr"], curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", GRAY)})
     panels["lr"].set_yscale("log")
     label(panels["lr"], "Learning rate", f"per {curve.example}")
-    shares = {
-        "layers": ("max_change_share", RED),
-        "complete model": ("max_param_change_share", GRAY),
-    }
+    shares = {"layers": ("max_change_share", RED), "complete model": ("max_param_change_share", GRAY)}
     _lines(panels["max_change"], curve, shares, scale=100.0)
     panels["max_change"].set_ylim(bottom=0)
     label(panels["max_change"], "Clipped updates (max_change)", "%")
@@ -67,15 +59,9 @@ def run_figure(curve: Curve, stops: Sequence[Stop] = ()) -> Any:
     return figure
 
 
-def _lines(
-    axes: Any, curve: Curve, what: Mapping[str, tuple[str, str]], scale: float = 1.0
-) -> None:
+def _lines(axes: Any, curve: Curve, what: Mapping[str, tuple[str, str]], scale: float = 1.0) -> None:
     # markers of a long run would hide its line
-    style = {
-        "linewidth": 1.8,
-        "marker": "o" if len(curve.positions) <= 40 else "",
-        "markersize": 3.5,
-    }
+    style = {"linewidth": 1.8, "marker": "o" if len(curve.positions) <= 40 else "", "markersize": 3.5}
     for name, (key, color) in what.items():
         axes.plot(curve.positions, curve.values(key, scale), color=color, label=name, **style)
 
@@ -85,8 +71,7 @@ def _bars_of_time(axes: Any, curve: Curve) -> None:
     base = [0.0] * len(outer_iters)
     for key, (name, color) in _TIMES.items():
         seconds = curve.values(key)
-        text = f"{name}, {sum(seconds):.1f} s"
-        axes.bar(outer_iters, seconds, bottom=base, width=0.9, color=color, label=text)
+        axes.bar(outer_iters, seconds, bottom=base, width=0.9, color=color, label=f"{name}, {sum(seconds):.1f} s")
         base = [below + more for below, more in zip(base, seconds, strict=True)]
     label(axes, "Seconds of each outer iteration", "seconds")
     axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper right")
@@ -103,20 +88,15 @@ def comparison_figure(groups: Sequence[Group]) -> Any:
     bars = groups[:_MAX_BARS]
     height = 0.9 + 0.45 * len(bars)
     figure = new_figure(10.0, 4.0 + height)
-    panels = figure.subplot_mosaic(
-        [["epochs", "minutes"], ["bars", "bars"]], height_ratios=(4.0, height)
-    )
+    panels = figure.subplot_mosaic([["epochs", "minutes"], ["bars", "bars"]], height_ratios=(4.0, height))
     # the best are drawn last, above the others
     for index, group in reversed([*enumerate(groups)]):
         color = RUN_COLORS[min(index, len(RUN_COLORS) - 1)]
         for run in group.runs:
-            epochs, minutes = zip(
-                *((one.epoch, one.elapsed_s / 60) for one in run.points), strict=True
-            )
-            for axes, x in ((panels["epochs"], epochs), (panels["minutes"], minutes)):
+            for axes, x in ((panels["epochs"], [one.epoch for one in run.points]),
+                            (panels["minutes"], [one.elapsed_s / 60 for one in run.points])):
                 axes.plot(x, [one.valid_objf for one in run.points], color=color, linewidth=1.8)
-                train = [one.train_objf for one in run.points]
-                axes.plot(x, train, color=color, linewidth=0.8, linestyle="--")
+                axes.plot(x, [one.train_objf for one in run.points], color=color, linewidth=0.8, linestyle="--")
     unit = "nats per frame" if groups[0].runs[0].is_speech else "minus the loss"
     label(panels["epochs"], "Objective: validation set solid, training set dashed", unit)
     label(panels["minutes"], "", "")
@@ -134,10 +114,8 @@ def comparison_figure(groups: Sequence[Group]) -> Any:
 
 
 def _result_bar(axes: Any, index: int, group: Group, *, decoded: bool) -> None:
-    def result(run: ComparedRun) -> float:
-        return run.wer[0] if decoded and run.wer else run.points[-1].elapsed_s / 60
-
-    values, wer = [result(run) for run in group.runs], group.runs[0].wer
+    values = [run.wer[0] if decoded and run.wer else run.points[-1].elapsed_s / 60 for run in group.runs]
+    wer = group.runs[0].wer
     bounds = wer[1:] if decoded and wer and len(values) == 1 else (min(values), max(values))
     color = RUN_COLORS[min(index, len(RUN_COLORS) - 1)]
     axes.barh(index, sum(values) / len(values), height=0.5, color=color)
@@ -172,23 +150,18 @@ def label(axes: Any, title: str, unit: str) -> None:
 
 def new_figure(width: float, height: float) -> Any:
     """An empty figure, in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # no pyplot: it keeps every figure alive
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def png(figure: Any) -> bytes:
-    """The figure as the bytes of a PNG file."""
     target = io.BytesIO()
     figure.savefig(target, dpi=_DPI, format="png")
     return target.getvalue()
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the figure as PNG, in one step."""
     with new_file(path) as temporary:
         temporary.write_bytes(png(figure))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
+import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ngsgd.training.records import OuterIterationRecord
 from ngsgd.word_errors import WordErrors
 
 if TYPE_CHECKING:
@@ -16,11 +18,7 @@ Event = Mapping[str, Any]
 # incidents about a worker that lost a job, marked with a cross on the timeline
 FAULTS = ("worker_died", "job_failed")
 # statuses of a closed event -> the reason shown
-_ENDINGS = {
-    "KILLED": "stopped by Ctrl-C or a signal",
-    "FAILED": "ended by an error",
-    "FINISHED": "finished and continued",
-}
+_ENDINGS = {"KILLED": "stopped by Ctrl-C or a signal", "FAILED": "ended by an error", "FINISHED": "finished and continued"}
 _NO_WORD = "its process ended without a last entry (killed, out of memory, or power loss)"
 
 
@@ -52,33 +50,19 @@ class Curve:
 
     @property
     def scores(self) -> list[Score]:
-        """Return the scores that are charted."""
         if self.is_speech:
-            return [
-                Score("Objective function", "nats per frame", "train.objf", "valid.objf"),
-                Score("Frame accuracy", "%", "train.accuracy", "valid.accuracy", 100.0),
-            ]
-        names = [
-            name.removeprefix("valid/")
-            for name in self.iterations[-1].get("diagnostics", {})
-            if name.startswith("valid/")
-        ]
-        return [
-            Score("Loss (mean over examples)", "", "train.objf", "valid.objf", -1.0),
-            *(
-                Score(one, "", f"diagnostics.train/{one}", f"diagnostics.valid/{one}")
-                for one in names
-            ),
-        ]
+            return [Score("Objective function", "nats per frame", "train.objf", "valid.objf"),
+                    Score("Frame accuracy", "%", "train.accuracy", "valid.accuracy", 100.0)]
+        last = self.iterations[-1].get("diagnostics", {})
+        names = [name.removeprefix("valid/") for name in last if name.startswith("valid/")]
+        return [Score("Loss (mean over examples)", "", "train.objf", "valid.objf", -1.0),
+                *(Score(one, "", f"diagnostics.train/{one}", f"diagnostics.valid/{one}") for one in names)]
 
     def values(self, key: str, scale: float = 1.0) -> list[float]:
         """The values of a key such as train.objf, by outer iteration; NaN where there is none."""
         first, _, second = key.partition(".")
-        nan = float("nan")
-        return [
-            scale * (event[first].get(second, nan) if second else event.get(first, nan))
-            for event in self.iterations
-        ]
+        return [scale * (event[first].get(second, math.nan) if second
+                         else event.get(first, math.nan)) for event in self.iterations]
 
 
 @dataclass(frozen=True)
@@ -97,8 +81,6 @@ class Stop:
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker over the complete run."""
-
     worker: int
     host: str
     num_jobs: int
@@ -138,12 +120,10 @@ class RunHistory:
     ledger: Sequence[Event] = ()
     # of wer.json: the 95% interval of the WER on the test set
     interval: tuple[float, float] | None = None
-    curve: Curve = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "curve", Curve(self.events, is_speech=not self.config.task._target_)
-        )
+    @functools.cached_property
+    def curve(self) -> Curve:
+        return Curve(self.events, is_speech=not self.config.task._target_)
 
     @property
     def iterations(self) -> list[Event]:
@@ -152,9 +132,7 @@ class RunHistory:
     @property
     def final(self) -> Event | None:
         """The scores of the final model; None before the end."""
-        return next(
-            (event for event in reversed(self.events) if event.get("event") == "finished"), None
-        )
+        return next((event for event in reversed(self.events) if event.get("event") == "finished"), None)
 
     @property
     def test_errors(self) -> WordErrors | None:
@@ -166,15 +144,9 @@ class RunHistory:
     def incidents(self) -> list[Event]:
         """With a kind, a worker and a time each, also where a log does not have them."""
         found = [event for event in self.events if event.get("event") == "incident"]
-        return [
-            {
-                **event,
-                "what": str(event.get("what", "")),
-                "worker": worker if isinstance(worker := event.get("worker"), int) else -1,
-                "elapsed_s": at if isinstance(at := event.get("elapsed_s"), int | float) else 0.0,
-            }
-            for event in found
-        ]
+        return [{**event, "what": str(event.get("what", "")),
+                 "worker": worker if isinstance(worker := event.get("worker"), int) else -1,
+                 "elapsed_s": at if isinstance(at := event.get("elapsed_s"), int | float) else 0.0} for event in found]
 
     def stops(self) -> list[Stop]:
         """Every stop that a later process resumed, in order."""
@@ -184,25 +156,16 @@ class RunHistory:
                 newest = event["outer_iter"]
             elif event.get("event") == "closed":
                 closed[newest] = event["status"]
-        starts = [
-            line["after"]
-            for line in self.ledger
-            if line.get("event") == "started" and isinstance(line.get("after"), int)
-        ]
+        starts = [line["after"] for line in self.ledger
+                  if line.get("event") == "started" and isinstance(line.get("after"), int)]
         if not starts:
             # no ledger: a closed event that others follow
             starts = [-1, *(outer_iter for outer_iter in closed if outer_iter < newest)]
         found = {event["outer_iter"]: event for event in self.iterations}
-        return [
-            Stop(
-                after,
-                float(found[after]["elapsed_s"]) if after in found else 0.0,
-                int(found[after]["frames_processed"]) if after in found else 0,
-                _ENDINGS.get(closed.get(after, ""), _NO_WORD),
-                closed.get(after) in ("KILLED", "FINISHED"),
-            )
-            for after in starts[1:]
-        ]
+        return [Stop(after, float(found[after]["elapsed_s"]) if after in found else 0.0,
+                     int(found[after]["frames_processed"]) if after in found else 0,
+                     _ENDINGS.get(closed.get(after, ""), _NO_WORD), closed.get(after) in ("KILLED", "FINISHED"))
+                for after in starts[1:]]
 
     def workers(self) -> list[WorkerRow]:
         """A row for each worker, the slowest first."""
@@ -216,57 +179,26 @@ class RunHistory:
             for worker, seconds in busy.items():
                 waits[worker] = waits.get(worker, 0.0) + max(0.0, event["compute_s"] - seconds)
         failed = [event["worker"] for event in self.incidents if event["what"] in FAULTS]
-        rows = [
-            WorkerRow(
-                worker,
-                next((job.get("host", "") for job in reversed(mine)), ""),
-                len(mine),
-                sum(job["num_frames"] for job in mine)
-                / max(sum(job["seconds"] for job in mine), 1e-9),
-                sum(job["seconds"] for job in mine),
-                waits[worker],
-                sum(job["attempt"] > 1 for job in mine),
-                failed.count(worker),
-            )
-            for worker, mine in jobs.items()
-        ]
+        rows = []
+        for worker, mine in jobs.items():
+            busy_s = sum(job["seconds"] for job in mine)
+            rows.append(WorkerRow(
+                worker, mine[-1].get("host", ""), len(mine),
+                sum(job["num_frames"] for job in mine) / max(busy_s, 1e-9), busy_s, waits[worker],
+                sum(job["attempt"] > 1 for job in mine), failed.count(worker)))
         return sorted(rows, key=lambda row: (row.frames_per_s, row.worker))
 
     def layers(self) -> list[LayerRow]:
         """A row for each preconditioned layer, in the order of the model."""
         if not self.iterations:
             return []
-        last = self.iterations[-1]
-        health = mean_health(last)
-        changes = last["relative_change"]
-        nan = float("nan")
+        last, rank, nan = self.iterations[-1], "_effective_rank", math.nan
+        health = OuterIterationRecord.from_json(last).health
         rows = []
         for layer in dict.fromkeys(name.rpartition("/")[0] for name in health):
-            sides = {
-                name.rpartition("/")[2].removesuffix("_effective_rank"): (
-                    value,
-                    health.get(name.replace("_effective_rank", "_last_e"), nan),
-                )
-                for name, value in health.items()
-                if name.startswith(f"{layer}/") and name.endswith("_effective_rank")
-            }
-            rows.append(
-                LayerRow(
-                    layer,
-                    sides,
-                    health.get(f"{layer}/limited", nan),
-                    health.get(f"{layer}/cosine", nan),
-                    changes.get(f"{layer}.weight", nan),
-                )
-            )
+            ranks = {name: value for name, value in health.items() if name.startswith(f"{layer}/") and name.endswith(rank)}
+            sides = {name.rpartition("/")[2].removesuffix(rank): (value, health.get(name.replace(rank, "_last_e"), nan))
+                     for name, value in ranks.items()}
+            rows.append(LayerRow(layer, sides, health.get(f"{layer}/limited", nan), health.get(f"{layer}/cosine", nan),
+                                 last["relative_change"].get(f"{layer}.weight", nan)))
         return rows
-
-
-def mean_health(event: Event) -> dict[str, float]:
-    """Mean over the accepted jobs, as `OuterIterationRecord.health`."""
-    values: dict[str, list[float]] = {}
-    for job in event["jobs"]:
-        if job["accepted"]:
-            for name, value in job.get("health", {}).items():
-                values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(found) for name, found in values.items()}

@@ -9,8 +9,7 @@ from typing import Any
 
 from ngsgd.counting import counted
 from ngsgd.launcher.text import duration
-from ngsgd.planning.formulas import MIN_OUTER_ITERS
-from ngsgd.planning.planner import Machine, Prediction, Workload
+from ngsgd.planning.planner import MIN_OUTER_ITERS, Machine, Prediction, Workload
 from ngsgd.planning.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
 
 # efficiency below which more workers are a waste
@@ -32,9 +31,7 @@ class Wishes:
 
 def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], found: Sequence[Choice] = (),
          wishes: Wishes | None = None, *, is_speech: bool = True) -> list[str]:
-    """The measurement, the table, the reasons for the job lengths, one line of advice, and the
-    choice of settings if there are wishes.
-    """
+    """Measurement, table, reasons for the job lengths, a line of advice, and choice of settings."""
     has_cost = wishes is not None and wishes.price_per_hour > 0.0
     length = "samples_per_iter" if is_speech else "shard_size"
     lines = _heading(machine, workload, assumed, "frames" if is_speech else "examples")
@@ -55,7 +52,6 @@ def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequ
 
 
 def choice_text(found: Sequence[Choice], wishes: Wishes, length: str) -> str:
-    """The chosen settings with their time and cost, or why there are none."""
     def priced(one: Choice) -> str:
         return duration(one.total_s) + (f", cost {one.cost:.3g}" if wishes.price_per_hour else "")
     if not found:
@@ -63,15 +59,11 @@ def choice_text(found: Sequence[Choice], wishes: Wishes, length: str) -> str:
     best = choose(found, deadline_s=wishes.deadline_s, budget=wishes.budget)
     if best is None:
         fastest, cheapest = min(found, key=lambda one: one.total_s), min(found, key=lambda one: one.cost)
-        return (f"none; the fastest settings have {_workers_of(fastest)}: {priced(fastest)}; the cheapest have "
-                f"{_workers_of(cheapest)}: {priced(cheapest)}.")
+        return (f"none; the fastest settings have {counted(fastest.workers, 'worker')}: {priced(fastest)}; the cheapest have "
+                f"{counted(cheapest.workers, 'worker')}: {priced(cheapest)}.")
     name = f"egs.{length}" if length == "samples_per_iter" else length
     return (f"cluster.num_workers={best.workers} {name}={best.samples_per_iter} cluster.compression={best.compression}: "
             f"{priced(best)}")
-
-
-def _workers_of(one: Choice) -> str:
-    return counted(one.workers, "worker")
 
 
 def _heading(machine: Machine, workload: Workload, assumed: Assumptions, examples: str) -> list[str]:
@@ -81,7 +73,6 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
     return [
         f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} {examples}, "
         f"minibatches of {workload.minibatch_size}",
-        *_memory(workload),
         f"measured   {units}; {examples} per second of a worker: {alone.rate:.0f} alone, {full.rate:.0f} next to "
         f"{full.num_processes - 1} others",
         f"           seconds of a job outside its steps {full.fixed_s:.2g}, checkpoint {machine.checkpoint_s:.2g}, "
@@ -92,25 +83,13 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
         f"{assumed.replace_s:g} s to replace a worker"]
 
 
-def _memory(workload: Workload) -> list[str]:
-    """Of the optimizer and of a step, where they are predicted."""
-    if not workload.peak_bytes:
-        return []
-    return [f"memory     state of the optimizer {workload.state_bytes / 1e6:.3g} MB "
-            f"({4 * workload.state_bytes / workload.model_bytes:.2f} bytes per parameter); "
-            f"a step about {workload.peak_bytes / 1e6:.3g} MB at its peak"]
-
-
 def _reasons(table: Sequence[Row], length: str) -> list[str]:
-    """Why these lengths of a job, each reason once."""
     workers_of: dict[str, list[int]] = {}
     for row in table:
         workers_of.setdefault(row.samples.reason, []).append(row.workers)
-    return [f"{length} for {_range(counts)} worker{'s' * (counts != [1])}: {reason}" for reason, counts in workers_of.items()]
-
-
-def _range(counts: Sequence[int]) -> str:
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    ranges = {reason: f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+              for reason, counts in workers_of.items()}
+    return [f"{length} for {counts} worker{'s' * (counts != '1')}: {reason}" for reason, counts in ranges.items()]
 
 
 def thread_advice(machine: Machine) -> str:
@@ -118,7 +97,7 @@ def thread_advice(machine: Machine) -> str:
     few, many = machine.serial[0], machine.serial[-1]
     if many.rate >= few.rate:
         return ""
-    return (f"one worker is {few.rate / many.rate:.1f} times as fast with {_threads(few.num_threads)} as with "
+    return (f"one worker is {few.rate / many.rate:.1f} times as fast with {counted(few.num_threads, 'thread')} as with "
             f"{many.num_threads}; set cluster.threads_per_worker={few.num_threads}.")
 
 
@@ -130,27 +109,19 @@ def advice(table: Sequence[Row], *, is_speech: bool = True) -> str:
     if not paying and best.workers > 1:
         return f"none of these numbers of workers pays: {_what_stops(best)}; try fewer with --workers."
     beyond = [row for row in table if row.workers > best.workers]
-    said = f"{_workers(best.workers)} at {_percent(best.there.efficiency)} efficiency"
+    workers = "1 worker runs" if best.workers == 1 else f"up to {best.workers} workers run"
+    said = f"{workers} at {_percent(best.there.efficiency)} efficiency"
     if best.there.overhead_s > MAX_OVERHEAD * best.there.outer_iter_s and best.samples.enough_data:
         said += f", better with {'egs.samples_per_iter' if is_speech else 'shard_size'}={best.samples.samples}"
     return f"{said}; {_what_stops(beyond[0])}." if beyond else f"{said}; the table ends there."
 
 
 def _what_stops(row: Row) -> str:
-    """Why so many workers do not pay."""
     if not row.samples.enough_data:
         return f"for {row.workers} there is too little data"
     if row.num_outer_iters < MIN_OUTER_ITERS:
         return f"with {row.workers} a run has {counted(row.num_outer_iters, 'outer iteration')}, not {MIN_OUTER_ITERS}"
     return f"with {row.workers} too little of the time is training ({_percent(row.there.efficiency)})"
-
-
-def _workers(count: int) -> str:
-    return "1 worker runs" if count == 1 else f"up to {count} workers run"
-
-
-def _threads(count: int) -> str:
-    return counted(count, "thread")
 
 
 def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], found: Sequence[Choice] = (),

@@ -1,5 +1,4 @@
-"""Progress of a run for a person: phases, one line per evaluation, one status line, and the result.
-"""
+"""Progress of a run for a person: phases, a line per evaluation, a status line, and the result."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ngsgd.errors import NgsgdError
-from ngsgd.launcher.reports.efficiency import efficiency_of, sites_of
-from ngsgd.launcher.screen import SCREEN, Screen, Status
+from ngsgd.launcher.reports.efficiency import efficiency_of, samples_per_second, sites_of
+from ngsgd.launcher.screen import SCREEN, Screen
 from ngsgd.launcher.text import duration
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase
 from ngsgd.runs import stored_run
-from ngsgd.runs.saved_config import read_config
+from ngsgd.runs.config_file import read_config
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.event_log import events_of
 
@@ -36,14 +35,7 @@ Part = tuple[str, int]
 
 
 class ProgressTracker:
-    """Shows a run on a screen.
-
-    Args:
-        quiet: show incidents, warnings and the result only.
-        stream: where to write; None is the terminal of this process.
-        output_dir: holds the database of the dashboard; None where there is none.
-        is_speech: the run has objectives and frames; other tasks have losses and examples.
-    """
+    """Shows a run on this terminal; `output_dir` holds the database of the dashboard, or None."""
 
     def __init__(self, *, quiet: bool = False, stream: TextIO | None = None,
                  output_dir: Path | str | None = None, is_speech: bool = True) -> None:
@@ -54,7 +46,6 @@ class ProgressTracker:
         self._last: OuterIterationRecord | None = None
 
     def report(self, message: str) -> None:
-        """Show a phase, or a line."""
         if self._quiet:
             return
         if isinstance(message, Phase):
@@ -63,15 +54,17 @@ class ProgressTracker:
             self.screen.line(message)
 
     def warn(self, message: str) -> None:
-        """Show a line even if quiet."""
         self.screen.line(f"! {message}", "yellow")
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
         """Show the line of an evaluation, and the status until the next one."""
         if self._quiet:
             return
+        per_s = samples_per_second(record, self._last.elapsed_s if self._last else 0.0)
+        began = time.monotonic()
         # the status takes the place of the phase that ends
-        self.screen.status(self._status(record))
+        self.screen.status(lambda width: status_line(record, per_s, width, waited_s=time.monotonic() - began,
+                                                     is_speech=self._is_speech))
         if self._last is None:
             for line in LEGEND if self._is_speech else TASK_LEGEND:
                 self.screen.line(line, "dim")
@@ -79,15 +72,12 @@ class ProgressTracker:
         self.screen.line(self.iteration_line(record))
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
-        """The permanent line of an outer iteration."""
         return iteration_line(record, width=self.screen.width, is_speech=self._is_speech)
 
     def incident(self, incident: Incident) -> None:
-        """Show an incident, such as the death of a worker."""
         self.warn(f"iter {incident.outer_iter + 1}: {incident.message}")
 
     def finished(self, report: FinalReport) -> None:
-        """Show the result."""
         self.screen.close()
         self.screen.rule(Path(report.files.get("run folder", "")).name)
         for line in final_lines(report, self._output_dir):
@@ -96,30 +86,33 @@ class ProgressTracker:
         self.screen.rule()
 
     def close(self, status: str) -> None:
-        """Give the terminal back."""
         self.screen.close()
-
-    def _status(self, record: OuterIterationRecord) -> Status:
-        per_s = frames_per_second(record, self._last)
-        began = time.monotonic()
-        return lambda width: status_line(record, per_s, width, waited_s=time.monotonic() - began, is_speech=self._is_speech)
-
-
-def frames_per_second(record: OuterIterationRecord, before: OuterIterationRecord | None) -> float:
-    """Frames or examples of the accepted jobs per second since the outer iteration before."""
-    num_frames = sum(job.num_frames for job in record.jobs if job.accepted)
-    since = before.elapsed_s if before and before.elapsed_s < record.elapsed_s else 0.0
-    return num_frames / max(record.elapsed_s - since, 1e-9)
 
 
 def iteration_line(record: OuterIterationRecord, *, width: int = WIDTH, ending: str = "", is_speech: bool = True) -> str:
     """One evaluation in one line, which ends with the time left or with `ending`."""
     number = f"{record.outer_iter + 1:{len(str(record.num_outer_iters))}}"
-    return fitted([(f"iter {number}/{record.num_outer_iters}", 0),
-                   (f"epoch {record.epoch:.2f}/{record.num_epochs:g}", 4),
+    return fitted([(f"iter {number}/{record.num_outer_iters}", 0), (f"epoch {record.epoch:.2f}/{record.num_epochs:g}", 4),
                    *_scores(record, is_speech=is_speech),
                    (f"lr {record.effective_lr:#.2g}", 2), (f"jobs {record.num_accepted}/{record.num_jobs}", 1),
                    (ending, 0) if ending else (f"left {duration(record.left_s)}", 5)], width)
+
+
+def figures_in(log: str) -> dict[str, Any]:
+    """Read the newest evaluation, and the WER after it, from lines of this module in a log.
+
+    Returns:
+        "progress", the figures of `iteration_line` by name, "wer" and "wer_percent"; each if it
+        is in the log.
+    """
+    found: dict[str, Any] = {}
+    for words in map(str.split, log.splitlines()):
+        if words[:1] == ["iter"] and "/" in "".join(words[1:2]):
+            found = {"progress": dict(zip(words[::2], words[1::2], strict=False))}
+        elif words[:2] == ["test", "%WER"]:
+            has_words = words[3:4] == ["["]
+            found |= {"wer": " ".join(words[1:words.index("]") + 1]), "wer_percent": float(words[2]) if has_words else None}
+    return found
 
 
 def status_line(record: OuterIterationRecord, per_s: float, width: int, *, waited_s: float = 0.0, is_speech: bool = True) -> str:
@@ -142,9 +135,7 @@ def _scores(record: OuterIterationRecord, *, is_speech: bool) -> list[Part]:
 
 
 def fitted(parts: Sequence[Part], width: int) -> str:
-    """Join the parts that fit into `width` columns; those with the highest numbers are dropped
-    first.
-    """
+    """Join the parts that fit into `width` columns; the highest numbers are dropped first."""
     kept = list(parts)
     while True:
         line = "  ".join(text for text, _ in kept)
@@ -164,7 +155,6 @@ def compact(value: float) -> str:
 
 
 def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> list[str]:
-    """The result of a run, where its model is, and the next commands."""
     trained = f"{report.frames_processed:,} {'examples' if report.metrics else 'frames'} in {duration(report.seconds)}"
     if report.metrics:
         lines = [f"{name}  {value:.4g}" for name, value in report.metrics.items()]
@@ -183,7 +173,6 @@ def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> li
 
 
 def _of_events(path: Path, *, is_speech: bool) -> list[str]:
-    """Efficiency, cost and bad examples of a run, from its event log."""
     events = list[dict[str, Any]]()
     # in one pass: the records of jobs of a long run do not fit into memory
     efficiency = efficiency_of(_without_jobs(path, events))
@@ -227,6 +216,5 @@ def short_path(path: str) -> str:
 
 
 def dashboard_command(output_dir: Path | str) -> str:
-    """The command that opens the dashboard on this output folder."""
     folder = str(output_dir) if is_url(str(output_dir)) else short_path(str(output_dir))
     return "ngsgd ui" if folder == "runs" else f"ngsgd ui {shlex.quote(folder)}"

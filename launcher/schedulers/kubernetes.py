@@ -6,74 +6,23 @@ import argparse
 import re
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from ngsgd import __version__
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.arguments import out_of_range
 from ngsgd.launcher.console import version
+from ngsgd.launcher.ray.jobs import IN_JOB
+from ngsgd.launcher.ray.probe import require_version
 from ngsgd.object_storage.urls import is_url
 
-# a DNS label, short enough for the suffixes of KubeRay
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
-# the coordinator averages; workers train
-_HEAD = {"cpu": "1", "memory": "4Gi"}
-# time to finish the current outer iteration when a pod is evicted
-_GRACE_S = 60
+# KubeRay's operator refuses others: a DNS label of RFC 1035, short enough for its suffixes
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
+_HEAD = {"cpu": "1", "memory": "4Gi"}  # the coordinator averages; workers train
+_GRACE_S = 60  # time to finish the current outer iteration when a pod is evicted
 _MOUNT = "/shared"
-
-
-@dataclass(frozen=True)
-class KubernetesJob:
-    """Resources and name of a Ray job on Kubernetes."""
-
-    name: str
-    namespace: str
-    image: str
-    # PersistentVolumeClaim that all pods share, mounted at `mount`; optional with object storage
-    claim: str
-    mount: str
-    # worker pods
-    num_nodes: int
-    cpus_per_node: int
-    gpus_per_node: int
-    # memory of a worker pod in the notation of Kubernetes
-    memory: str
-    # after a failure of the run or its cluster
-    num_retries: int
-
-    @classmethod
-    def of(cls, options: argparse.Namespace, name: str, where: str) -> KubernetesJob:
-        """Return the job of a command line; raise one ConfigError with all mistakes.
-
-        Args:
-            options: of `ngsgd submit`.
-            name: of the job.
-            where: the run, or the folder of runs; object storage needs no claim.
-        """
-        least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
-        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
-                    f"{low}."
-                    for what, low in least.items() if getattr(options, what) < low]
-        if not _NAME.fullmatch(name):
-            problems.append(f"--job-name is {name!r}; Kubernetes accepts up to 47 lower-case "
-                            "letters, digits and '-'.")
-        if not options.claim and not is_url(where):
-            problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
-                            "write (ReadWriteMany), or set output_dir=s3://BUCKET/runs.")
-        elif not options.claim and options.mount != _MOUNT:
-            problems.append("--mount is the path of --claim, which is missing; remove --mount.")
-        elif not is_url(where) and not PurePosixPath(where).is_relative_to(options.mount):
-            problems.append(f"{where} is not on the volume of --claim, which the pods mount at {options.mount}; give a folder "
-                            "there, or another --mount.")
-        if problems:
-            raise ConfigError(problems)
-        # the tags of docker/Dockerfile; torch for CPUs finds no GPU
-        image = options.image or f"ngsgd:{__version__}{'-cuda' if options.gpus_per_node else ''}"
-        return cls(name, options.namespace, image, options.claim, options.mount, options.nodes, options.cpus_per_node,
-                   options.gpus_per_node, options.memory, options.retries)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,70 +33,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--namespace", default="default", help="namespace (default: %(default)s)")
     group.add_argument("--claim", default="", metavar="NAME",
                        help="PersistentVolumeClaim (ReadWriteMany) of output_dir, unless that is a URL")
-    group.add_argument("--mount", default=_MOUNT, metavar="PATH",
-                       help="path of the claim in the pods (default: %(default)s)")
+    group.add_argument("--mount", default=_MOUNT, metavar="PATH", help="path of the claim in the pods (default: %(default)s)")
     group.add_argument("--retries", type=int, default=3, metavar="N",
                        help="number of new clusters for a failed run, which resumes from its "
                             "checkpoint (default: %(default)s)")
-    group.add_argument("--memory", default="8Gi",
-                       help="memory of a worker pod (default: %(default)s)")
+    group.add_argument("--memory", default="8Gi", help="memory of a worker pod (default: %(default)s)")
 
 
-def manifest(request: KubernetesJob, words: Sequence[str]) -> str:
-    """Return YAML for kubectl; `words` are the train or resume command, without cluster address."""
+def manifest(options: argparse.Namespace, name: str, where: str, words: Sequence[str],
+             environment: Mapping[str, str]) -> str:
+    """Return YAML for kubectl; raise one ConfigError with all mistakes.
+
+    `words` are the train or resume command, without cluster address, and `environment` its
+    variables. `where` is the run, or the folder of runs; object storage needs no claim.
+    """
     import yaml
 
-    return str(yaml.safe_dump(ray_job(request, words), sort_keys=False, width=120))
-
-
-def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
-    """Return the RayJob as nested mappings."""
-    return {
+    # KubeRay compares rayVersion with the first one that has tokens
+    require_version()
+    problems = out_of_range(options, {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0})
+    if not version("ray")[0].isdigit():
+        problems.append("Ray is not installed here, and the manifest names its version; pip install 'ngsgd[service]'.")
+    if not _NAME.fullmatch(name):
+        problems.append(f"--job-name is {name!r}; KubeRay accepts up to 47 lower-case letters, digits "
+                        "and '-', of which the first is a letter.")
+    if not options.claim and not is_url(where):
+        problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
+                        "write (ReadWriteMany), or set output_dir=s3://BUCKET/runs.")
+    elif not options.claim and options.mount != _MOUNT:
+        problems.append("--mount is the path of --claim, which is missing; remove --mount.")
+    elif not is_url(where) and not PurePosixPath(where).is_relative_to(options.mount):
+        problems.append(f"{where} is not on the volume of --claim, which the pods mount at "
+                        f"{options.mount}; give a folder there, or another --mount.")
+    if problems:
+        raise ConfigError(problems)
+    if "train" in words[:2]:
+        # a unique name: the first try starts the run, retries resume it
+        run = next((word.partition("=")[2] for word in words if word.startswith("name=")), name)
+        others = [word for word in words if not word.startswith("name=")]
+        words = [*others, "--continue", f"name={run}-{time.strftime('%Y%m%d%H%M%S')}", *IN_JOB]
+    gpus = {"nvidia.com/gpu": str(options.gpus_per_node)} if options.gpus_per_node else {}
+    resources = {"cpu": str(options.cpus_per_node), "memory": options.memory, **gpus}
+    job = {
         "apiVersion": "ray.io/v1", "kind": "RayJob",
-        "metadata": {"name": request.name, "namespace": request.namespace, "labels": {"app.kubernetes.io/name": "ngsgd"}},
+        "metadata": {"name": name, "namespace": options.namespace, "labels": {"app.kubernetes.io/name": "ngsgd"}},
         "spec": {
-            "entrypoint": shlex.join(_entrypoint(request, words)),
+            "entrypoint": shlex.join(words),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
             # every retry has a new cluster
-            "backoffLimit": request.num_retries,
-            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n",
+            "backoffLimit": options.retries,
+            "runtimeEnvYAML": yaml.safe_dump({"env_vars": dict(environment)}),
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
                 "authOptions": {"mode": "token"},
-                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": _pod(request, "ray-head", _HEAD)},
+                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": _pod(options, "ray-head", _HEAD)},
                 "workerGroupSpecs": [{
-                    "groupName": "workers", "replicas": request.num_nodes, "minReplicas": request.num_nodes,
-                    "maxReplicas": request.num_nodes, "rayStartParams": {},
-                    "template": _pod(request, "ray-worker", _worker_resources(request))}]}}}
+                    "groupName": "workers", "replicas": options.nodes, "minReplicas": options.nodes,
+                    "maxReplicas": options.nodes, "rayStartParams": {},
+                    "template": _pod(options, "ray-worker", resources)}]}}}
+    return str(yaml.safe_dump(job, sort_keys=False, width=120))
 
 
-def _entrypoint(request: KubernetesJob, words: Sequence[str]) -> list[str]:
-    """The command with a unique run name: the first try starts the run, retries resume it."""
-    if "train" not in words[:2]:
-        return list(words)
-    given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)
-    others = [word for word in words if not word.startswith("name=")]
-    return [*others, "--continue", f"name={given}-{time.strftime('%Y%m%d%H%M%S')}", "cluster.address=auto"]
-
-
-def _worker_resources(request: KubernetesJob) -> dict[str, str]:
-    gpus = {"nvidia.com/gpu": str(request.gpus_per_node)} if request.gpus_per_node else {}
-    return {"cpu": str(request.cpus_per_node), "memory": request.memory, **gpus}
-
-
-def _pod(request: KubernetesJob, name: str, resources: dict[str, str]) -> dict[str, Any]:
+def _pod(options: argparse.Namespace, name: str, resources: dict[str, str]) -> dict[str, Any]:
+    # the tags of docker/Dockerfile; torch for CPUs finds no GPU
+    image = options.image or f"ngsgd:{__version__}{'-cuda' if options.gpus_per_node else ''}"
     # the default /dev/shm of 64 MB is too small for Ray's object store
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    if request.claim:
-        mounts.append({"name": "shared", "mountPath": request.mount})
-        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": request.claim}})
+    if options.claim:
+        mounts.append({"name": "shared", "mountPath": options.mount})
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}})
     return {"spec": {
         "terminationGracePeriodSeconds": _GRACE_S,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
         "containers": [{
-            "name": name, "image": request.image,
+            "name": name, "image": image,
             "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}, {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"}],
             "resources": {"requests": dict(resources), "limits": dict(resources)},
             "securityContext": {"allowPrivilegeEscalation": False},

@@ -9,13 +9,13 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.arguments import out_of_range
+from ngsgd.launcher.ray.jobs import IN_JOB
 
-# seconds before the time limit at which Slurm sends the warning
-WARN_S = 120
+WARN_S = 120  # seconds before the time limit at which Slurm sends the warning
 # minutes, minutes:seconds, hours:minutes:seconds; days-hours, with minutes and seconds or without
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
@@ -95,7 +95,7 @@ exit "$code"
 
 _TRAIN = """\
 # a requeued job keeps its number
-{words} --continue name={name}-"$SLURM_JOB_ID" cluster.address=auto &
+{words} --continue name={name}-"$SLURM_JOB_ID" {in_job} &
 run=$!
 """
 
@@ -105,57 +105,16 @@ run=$!
 """
 
 
-@dataclass(frozen=True)
-class SlurmJob:
-    """Resources and name of a Slurm job."""
-
-    name: str
-    num_nodes: int
-    cpus_per_node: int
-    gpus_per_node: int
-    # minutes, hours:minutes:seconds or days-hours
-    time_limit: str
-    # seconds before the limit at which Slurm sends the warning
-    warn_s: int
-    partition: str
-    account: str
-    # further options of sbatch
-    others: tuple[str, ...] = ()
-    # lines of shell before everything else
-    setup: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, options: argparse.Namespace, name: str) -> SlurmJob:
-        """Return the job of a command line; raise one ConfigError with all mistakes."""
-        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
-                    f"{low}."
-                    for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
-        if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            problems.append(f"--job-name is {name!r}; use letters, digits, '-', '_' and '.'.")
-        if not _TIME.fullmatch(options.time):
-            problems.append(f"--time is {options.time!r}; give minutes, hours:minutes:seconds or days-hours, such as 8:00:00.")
-        problems += [f"--sbatch is {option!r}; give one option of sbatch, such as "
-                     "--sbatch=--mem=32G."
-                     for option in options.sbatch if not option.startswith("-") or len(option.split()) != 1]
-        if problems:
-            raise ConfigError(problems)
-        return cls(name, options.nodes, options.cpus_per_node, options.gpus_per_node, options.time, WARN_S, options.partition,
-                   options.account, tuple(options.sbatch), tuple(options.setup))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Slurm and Kubernetes, and those of Slurm alone."""
     both = parser.add_argument_group("Slurm and Kubernetes")
     both.add_argument("--nodes", type=int, default=2, metavar="N",
                       help="number of machines (default: %(default)s); one worker per GPU, or per "
                            "machine without GPUs, unless cluster.num_workers is given")
-    both.add_argument("--cpus-per-node", type=int, default=4, metavar="N",
-                      help="cores of a machine (default: %(default)s)")
-    both.add_argument("--gpus-per-node", type=int, default=0, metavar="N",
-                      help="GPUs of a machine (default: %(default)s)")
+    both.add_argument("--cpus-per-node", type=int, default=4, metavar="N", help="cores of a machine (default: %(default)s)")
+    both.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs of a machine (default: %(default)s)")
     group = parser.add_argument_group("Slurm")
-    group.add_argument("--time", default="1-0",
-                       help="time limit in the notation of sbatch (default: one day)")
+    group.add_argument("--time", default="1-0", help="time limit in the notation of sbatch (default: one day)")
     group.add_argument("--partition", default="", help="partition (default: that of the cluster)")
     group.add_argument("--account", default="", help="account (default: that of the user)")
     group.add_argument("--setup", action="append", default=[], metavar="LINE",
@@ -164,25 +123,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="another option of sbatch, such as --sbatch=--mem=32G; repeatable")
 
 
-def script(request: SlurmJob, words: Sequence[str]) -> str:
-    """Return the script for sbatch; `words` are the command without cluster address."""
-    more = [f"#SBATCH --partition={request.partition}"] if request.partition else []
-    more += [f"#SBATCH --account={request.account}"] if request.account else []
-    more += [f"#SBATCH --gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []
-    more += [f"#SBATCH {option}" for option in request.others]
+def script(options: argparse.Namespace, name: str, words: Sequence[str]) -> str:
+    """Return the script for sbatch; raise one ConfigError with all mistakes.
+
+    `words` are the train or resume command, without cluster address.
+    """
+    problems = out_of_range(options, {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0})
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        problems.append(f"--job-name is {name!r}; use letters, digits, '-', '_' and '.'.")
+    if not _TIME.fullmatch(options.time):
+        problems.append(f"--time is {options.time!r}; give minutes, hours:minutes:seconds or days-hours, such as 8:00:00.")
+    problems += [f"--sbatch is {one!r}; give one option of sbatch, such as --sbatch=--mem=32G."
+                 for one in options.sbatch if not one.startswith("-") or len(one.split()) != 1]
+    if problems:
+        raise ConfigError(problems)
+    given = {"partition": options.partition, "account": options.account, "gpus-per-node": options.gpus_per_node}
+    more = [f"--{option}={value}" for option, value in given.items() if value]
     # Ray is started by name, and comes from the same environment
     folder = PurePosixPath(words[0]).parent
     path = [f"export PATH={shlex.quote(str(folder))}:$PATH"] if folder.is_absolute() else []
-    setup = "".join(f"{line}\n" for line in (*request.setup, *path))
-    return _SCRIPT.format(setup=setup, name=request.name, num_nodes=request.num_nodes, cpus_per_node=request.cpus_per_node,
-                          time_limit=request.time_limit, warn_s=request.warn_s, start_s=300,
-                          more="".join(f"{line}\n" for line in more), start=_start(request, words))
-
-
-def _start(request: SlurmJob, words: Sequence[str]) -> str:
-    """The lines that start the run, or resume that of a requeued job."""
-    if "train" not in words[:2]:
-        return _RESUME.format(words=shlex.join(words))
-    given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)
-    others = [word for word in words if not word.startswith("name=")]
-    return _TRAIN.format(name=shlex.quote(given), words=shlex.join(others))
+    if "train" in words[:2]:
+        # the first start of the run; a requeued job resumes it
+        run = next((word.partition("=")[2] for word in words if word.startswith("name=")), name)
+        others = [word for word in words if not word.startswith("name=")]
+        start = _TRAIN.format(name=shlex.quote(run), words=shlex.join(others), in_job=shlex.join(IN_JOB))
+    else:
+        start = _RESUME.format(words=shlex.join(words))
+    return _SCRIPT.format(
+        name=name, num_nodes=options.nodes, cpus_per_node=options.cpus_per_node,
+        time_limit=options.time, warn_s=WARN_S, start_s=300, start=start,
+        more="".join(f"#SBATCH {option}\n" for option in (*more, *options.sbatch)),
+        setup="".join(f"{line}\n" for line in (*options.setup, *path)))

@@ -1,8 +1,4 @@
-"""Classification of errors and worker failures by tables.
-
-They read the class, the exit code and the errno of an error, and the kinds of failures that the
-ledger and the event log have.
-"""
+"""Tables of causes, by class, exit code and errno of an error and by kind of a recorded failure."""
 
 from __future__ import annotations
 
@@ -44,8 +40,6 @@ WRONG_MACHINE = Cause("machine", INFRASTRUCTURE, CANNOT_HELP,
                       "check the processor, the memory and the GPU of the worker that the evidence names; ngsgd verify repeats "
                       "its jobs")
 
-# Worker failures ----------------------------------------------------------------------------------
-
 _LOOK = "read the log of the worker (workers/ or ray.log in {run}), and correct the cause"
 # reason of a failed attempt -> its cause
 _OF_WORKER: dict[str, Cause] = {
@@ -80,8 +74,6 @@ def of_worker(kind: str) -> Cause:
     """The cause of one failed attempt, from its `FailureKind` in the ledger."""
     return _OF_WORKER.get(kind, _WORKER)
 
-
-# Errors that end a process ------------------------------------------------------------------------
 
 _FULL = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk is full.", "make room (df -h {run})", "{repeat}")
 _BROKEN = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk fails.", "check the disk (dmesg)", "{repeat}")
@@ -125,8 +117,7 @@ _OF_KIND = {
                               "use the earlier kind of machine, or allow other bits", option="allow-other-bits"),
     "WorkerFingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                                     "The workers' machines or installations compute other bits than the run.",
-                                    "install the same versions everywhere, or allow other bits",
-                                    option="allow-other-bits"),
+                                    "install the same versions everywhere, or allow other bits", option="allow-other-bits"),
     "ConfigChangedError": Cause("config.yaml", WORKLOAD, CANNOT_HELP, "config.yaml was changed since the start of the run.",
                                 "restore the file, or accept the change", option="accept-changed-config"),
     "ClusterTokenError": Cause("token", INFRASTRUCTURE, CANNOT_HELP, "The Ray head rejects the token of this shell.",
@@ -149,6 +140,10 @@ _OF_KIND = {
 # of other classes
 _OF_EXIT_CODE = {2: _SETTINGS, 3: _DATA, 4: _RATE, 5: _CLUSTER, 6: _RUN_FOLDER, 7: _STORAGE}
 _STOPPED = Cause("operator", INFRASTRUCTURE, MAY_HELP, "The run was stopped on request.")
+_OF_SIGNAL = {
+    "SIGTERM": Cause("stop request", INFRASTRUCTURE, MAY_HELP,
+                     "SIGTERM asked the run to end: from `ngsgd stop`, a scheduler or a user."),
+    "SIGINT": Cause("operator", INFRASTRUCTURE, MAY_HELP, "Ctrl-C stopped the run.")}
 # the coordinator ended without a last event: nothing in the process had time to report a reason
 KILLED = Cause("coordinator", INFRASTRUCTURE, MAY_HELP,
                "The training process ended without a last event: it was killed, or its machine went down.")
@@ -158,19 +153,48 @@ def of_error(about: Mapping[str, Any]) -> Cause:
     """The cause of the end of a process, from error.json or an event."""
     kind, code = about.get("kind", ""), about.get("exit_code")
     if about.get("signal") or code == 130:
-        return _stopped(about)
+        # the signal and the environment show by whom
+        number, scheduler = about.get("signal", ""), about.get("scheduler", "")
+        if number == "SIGTERM" and scheduler:
+            return Cause("scheduler", INFRASTRUCTURE, MAY_HELP, f"The scheduler asked the run to end ({number}, {scheduler}).")
+        return _OF_SIGNAL.get(number, _STOPPED)
     if about.get("errno") in _OF_ERRNO:
         return _OF_ERRNO[about["errno"]]
     cause = _OF_KIND.get(kind) or _OF_EXIT_CODE.get(code or 0, _CODE)
     return _OF_WORKER.get(str(about.get("failure")), cause) if cause in (_CLUSTER, _CODE) else cause
 
 
-def _stopped(about: Mapping[str, Any]) -> Cause:
-    """A stop on request; the signal and the environment show by whom."""
-    number, scheduler = about.get("signal", ""), about.get("scheduler", "")
-    if number == "SIGTERM" and scheduler:
-        return Cause("scheduler", INFRASTRUCTURE, MAY_HELP, f"The scheduler asked the run to end ({number}, {scheduler}).")
-    if number == "SIGTERM":
-        return Cause("stop request", INFRASTRUCTURE, MAY_HELP,
-                     "SIGTERM asked the run to end: from `ngsgd stop`, a scheduler or a user.")
-    return Cause("operator", INFRASTRUCTURE, MAY_HELP, "Ctrl-C stopped the run.") if number == "SIGINT" else _STOPPED
+# severities: a replaced worker costs nothing, a retry costs time, an interruption needs a command,
+# lost work changes the result
+REPLACED, RETRIED, INTERRUPTED, LOST_WORK = 1, 2, 3, 4
+
+CRASHING = Cause("data", WORKLOAD, CANNOT_HELP, "A shard of data ended every worker that tried it, and was quarantined.",
+                  "inspect the archive that the evidence names")
+ARCHIVE = Cause("archive", INFRASTRUCTURE, CANNOT_HELP, "A damaged archive was quarantined.", "restore the archive")
+REJECTED = Cause("result", UNKNOWN, UNKNOWN, "A result was rejected: diverging training, invalid data, or a faulty machine.",
+                  "compare the workers and shards of the rejected jobs in the report", "ngsgd report {run}")
+# incident -> (severity, cause)
+INCIDENTS = {
+    "checkpoint_skipped": (INTERRUPTED, Cause("checkpoint", INFRASTRUCTURE, MAY_HELP,
+                                              "A damaged checkpoint was skipped, and the previous one was used.",
+                                              "check the disk of {run}")),
+    "archive_quarantined": (LOST_WORK, ARCHIVE),
+    "outer_iteration_skipped": (LOST_WORK, Cause("data", WORKLOAD, CANNOT_HELP,
+                                                 "All data of an outer iteration were in quarantine.",
+                                                 "inspect the archives that the evidence names")),
+    "worker_retired": (INTERRUPTED, Cause("worker", UNKNOWN, UNKNOWN, "A worker died too often and is not replaced.",
+                                          "check its machine, then ngsgd stop {run}")),
+    "worker_refused": (RETRIED, Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
+                                      "A replacement worker would compute other bits, and was rejected.",
+                                      "install the same versions on every machine")),
+    "worker_quarantined": (LOST_WORK, WRONG_MACHINE),
+    "audit_ended": (RETRIED, Cause("code", WORKLOAD, CANNOT_HELP, "A job gives another result each time, so the audit ended.",
+                                   "use random numbers of the job's seed only, or set failure.audit_every=0")),
+    "rolled_back": (LOST_WORK, Cause("learning rate", WORKLOAD, CANNOT_HELP,
+                                     "An outer iteration diverged and was repeated at half the learning rate.",
+                                     "start the next run with schedule.lr_initial={half_lr}", "ngsgd report {run}")),
+    "bad_batch": (LOST_WORK, Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
+                                   "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine")),
+    "exchange_failed": (RETRIED, Cause("transfer", INFRASTRUCTURE, MAY_HELP, "Averaging among the workers failed.",
+                                       "check the network between the workers")),
+}

@@ -5,6 +5,7 @@ It is a function of the files of the run and of whether a process trains it.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,13 @@ from ngsgd.files import read_json
 from ngsgd.launcher.registry import COMMANDS
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked
-from ngsgd.launcher.why.causes import KILLED, MAY_HELP, WORKLOAD, of_error, of_worker
-from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted, setting
-from ngsgd.launcher.why.faults import INTERRUPTED, LOST_WORK, Fault, bad_examples, faults_of
+from ngsgd.launcher.why.causes import INTERRUPTED, KILLED, LOST_WORK, MAY_HELP, WORKLOAD, of_error, of_worker
+from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted
+from ngsgd.launcher.why.faults import Fault, bad_examples, faults_of
 from ngsgd.runs import stored_run
 from ngsgd.runs.failure_record import failed_command
 from ngsgd.runs.run_folder import RunFolder
+from ngsgd.yaml_text import read_entry
 
 _MAX_EVIDENCE = 8
 # bad examples that the text lists; JSON has all
@@ -34,8 +36,6 @@ _ENDED = ("FAILED", "STOPPED")
 
 @dataclass(frozen=True)
 class Answer:
-    """Why a run, or a command, is in its state."""
-
     # run folder, or folder of runs for a command that failed before there was a run
     run: str
     # as in `ngsgd status`; NOT STARTED for a command
@@ -69,7 +69,6 @@ class Answer:
 
     @property
     def lines_of_next(self) -> list[str]:
-        """What to do, as lines of text."""
         return [f"{name:10} {text}" for name, text in (("first", self.first), ("next", self.next)) if text]
 
 
@@ -89,7 +88,10 @@ def explain(run: Path) -> Answer:
     end = refused or _end_of_process(folder, state, events, ledger, faults)
     fault = end or max(faults, key=lambda one: one.severity, default=None)
     counts = dict(Counter(one.cause.culprit for one in faults))
-    values = _values(folder, state, record)
+    lr, resume = read_entry(folder.config, "schedule", "lr_initial"), str(state["resume"])
+    half_lr = f"{lr / 2:g}" if isinstance(lr, float) else "half of the present value"
+    values = {**_of_command(record), "run": shlex.quote(masked(folder.address)), "resume": resume,
+              "repeat": resume, "help": "ngsgd train --help", "half_lr": half_lr}
     if fault is None:
         return Answer(folder.address, state["state"], summary=_CALM.get(state["state"], "No fault was recorded."), note=note,
                       next=_AFTER_CALM.get(state["state"], "").format(**values))
@@ -122,7 +124,6 @@ def explain_command(output_dir: Path) -> Answer | None:
 
 
 def _command_fault(record: Mapping[str, Any]) -> Fault:
-    """The error of a command that failed outside of the run."""
     told = [Evidence("last command", cut(str(record["command"]))),
             *(Evidence("recorded in", folder) for folder in record.get("runs", ())),
             *(Evidence("its error", cut(line)) for line in str(record["message"]).splitlines()[:4])]
@@ -130,7 +131,6 @@ def _command_fault(record: Mapping[str, Any]) -> Fault:
 
 
 def _of_command(record: Mapping[str, Any]) -> dict[str, str]:
-    """How to repeat a command that failed, its help, and how to install a missing package."""
     words = [*record.get("words", ()), "", ""]
     # of a wrong command, there is no help
     name = words[1] if words[1] in {one.name for one in COMMANDS} else ""
@@ -140,7 +140,6 @@ def _of_command(record: Mapping[str, Any]) -> dict[str, str]:
 
 def _end_of_process(folder: RunFolder, state: Mapping[str, Any], events: Sequence[Line], ledger: Sequence[Line],
                     faults: Sequence[Fault]) -> Fault | None:
-    """The cause of the end of the last process of a run that did not finish."""
     about = folder.last_error()
     # error.json is that of the last process, which may have failed before its first event
     if state["state"] in _ENDED or (about and state["state"] not in ("RUNNING", "UNKNOWN")):
@@ -152,8 +151,10 @@ def _end_of_process(folder: RunFolder, state: Mapping[str, Any], events: Sequenc
     if state["state"] == "LOST":
         return next((fault for fault in reversed(faults) if fault.cause is KILLED), None) or Fault(
             INTERRUPTED, KILLED, (Evidence(events[-1].source, f"{events[-1].event} is the last event"),) if events else ())
-    if state["state"] == "PENDING" and not state["process"] and _died_with_lock(folder):
-        return Fault(INTERRUPTED, KILLED, (Evidence("lock", "its holder ended without releasing it"),))
+    if state["state"] == "PENDING" and not state["process"]:
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(lock := read_json(folder.lock), dict) and "holder" in lock:
+                return Fault(INTERRUPTED, KILLED, (Evidence("lock", "its holder ended without releasing it"),))
     return None
 
 
@@ -172,15 +173,6 @@ def _with_exception(folder: RunFolder, fault: Fault) -> Fault:
     # the ledger decides about the retry
     domain = fault.cause.domain if cause.domain == WORKLOAD else cause.domain
     return replace(fault, cause=replace(cause, domain=domain, outlook=fault.cause.outlook))
-
-
-def _died_with_lock(folder: RunFolder) -> bool:
-    """Whether the last holder of the lock ended without releasing it."""
-    try:
-        about = read_json(folder.lock)
-    except (OSError, ValueError):
-        return False
-    return isinstance(about, dict) and "holder" in about
 
 
 def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fault]) -> Fault:
@@ -218,12 +210,6 @@ def _sentence(fault: Fault) -> str:
     return fault.cause.meaning.rstrip(".") + who + "."
 
 
-def _values(folder: RunFolder, state: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, str]:
-    lr, resume = setting(folder, "lr_initial"), str(state["resume"])
-    return {**_of_command(record), "run": shlex.quote(masked(folder.address)), "resume": resume, "repeat": resume,
-            "help": "ngsgd train --help", "half_lr": "half of the present value" if lr is None else f"{lr / 2:g}"}
-
-
 # state -> next command where nothing is to be repaired
 _AFTER_CALM = {"SUCCEEDED": "ngsgd report {run}", "RUNNING": "ngsgd status {run}", "UNKNOWN": "ngsgd status {run}"}
 
@@ -233,14 +219,7 @@ _CALM = {"SUCCEEDED": "The run finished, and no fault was recorded.",
          "RUNNING": "The run is training, and no fault was recorded."}
 
 
-def bad_lines(found: Mapping[str, str]) -> list[str]:
-    """Bad examples, a line each; the rest as a number."""
-    lines = [f"{name}: {reason}" for name, reason in [*found.items()][:_MAX_BAD]]
-    return [*lines, f"and {len(found) - _MAX_BAD} more"] if len(found) > _MAX_BAD else lines
-
-
 def lines_about(answer: Answer) -> list[str]:
-    """The answer as lines of text."""
     lines = [f"run        {answer.run}", f"state      {answer.state}"]
     if answer.culprit:
         lines += [f"culprit    {answer.culprit}", f"domain     {answer.domain}", f"retry      {answer.outlook}"]
@@ -248,6 +227,7 @@ def lines_about(answer: Answer) -> list[str]:
     lines += [f"{'evidence' if not index else '':10} {one.source}: {one.text}" for index, one in enumerate(answer.evidence)]
     if len(answer.faults) > 1 or any(number > 1 for number in answer.faults.values()):
         lines.append(f"faults     {', '.join(f'{culprit} {number}' for culprit, number in answer.faults.items())}")
-    if answer.bad_examples:
-        lines += [f"{'examples' if not index else '':10} {line}" for index, line in enumerate(bad_lines(answer.bad_examples))]
+    bad = [f"{name}: {reason}" for name, reason in answer.bad_examples.items()]
+    bad[_MAX_BAD:] = [f"and {len(bad) - _MAX_BAD} more"] if len(bad) > _MAX_BAD else []
+    lines += [f"{'' if index else 'examples':10} {line}" for index, line in enumerate(bad)]
     return [*lines, *([f"note       {answer.note}"] if answer.note else []), *answer.lines_of_next]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ngsgd.files import last_lines, lines_from_end, parse_json_lines, read_regular_text
+from ngsgd.files import last_lines, lines_from_end, parse_json_lines
 from ngsgd.runs.run_folder import RunFolder
 
 # characters of one piece of evidence
@@ -22,8 +21,6 @@ IN_LEDGER = ("worker_died", "job_failed", "job_dropped", "job_rejected", "shard_
 
 @dataclass(frozen=True)
 class Line:
-    """One line of events.jsonl or ledger.jsonl."""
-
     # file and line number, such as "ledger.jsonl:12"
     source: str
     fields: dict[str, Any]
@@ -53,19 +50,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A quotation that supports an answer."""
-
     source: str
     text: str
-
-
-@dataclass
-class JobFailures:
-    """The failed attempts at one job of one outer iteration."""
-
-    attempts: list[Line] = field(default_factory=list)
-    # the line that settled the job afterwards; None: the process ended before
-    end: Line | None = None
 
 
 def lines_of(path: Path) -> list[Line]:
@@ -96,18 +82,20 @@ def _is_calm(line: str) -> bool:
             or (start.startswith('{"event": "outer_iteration"') and '"bad_examples": {"' not in line))
 
 
-def failures_of(ledger: Sequence[Line]) -> list[JobFailures]:
-    """Failed attempts by job, in the order of the ledger."""
-    found: list[JobFailures] = []
-    pending: dict[tuple[int, int], JobFailures] = {}
+def failures_of(ledger: Sequence[Line]) -> list[list[Line]]:
+    """Failed attempts by job, in the order of the ledger; last, the line that settled the job, if
+    the process did not end before.
+    """
+    found: list[list[Line]] = []
+    pending: dict[tuple[int, int], list[Line]] = {}
     for line in ledger:
         if line.event == "failed":
             if line.job not in pending:
-                pending[line.job] = JobFailures()
+                pending[line.job] = []
                 found.append(pending[line.job])
-            pending[line.job].attempts.append(line)
+            pending[line.job].append(line)
         elif line.event in _SETTLED and line.job in pending:
-            pending.pop(line.job).end = line
+            pending.pop(line.job).append(line)
     return found
 
 
@@ -138,19 +126,6 @@ def log_tail(folder: RunFolder, workers: Sequence[int], num_lines: int = 2) -> I
         except OSError:
             continue
         yield from (Evidence(f"workers/{path.name}", cut(line.strip())) for line in lines[-num_lines:])
-
-
-def setting(folder: RunFolder, name: str) -> float | None:
-    """A number in config.yaml by the last part of its name; None if it is not there."""
-    try:
-        text = read_regular_text(folder.config)
-    except (OSError, ValueError):
-        return None
-    found = re.search(rf"^ +{name}: ([-+.eE\d]+)$", text, re.MULTILINE)
-    try:
-        return float(found[1]) if found else None
-    except ValueError:
-        return None
 
 
 def _int(value: object) -> int:

@@ -29,7 +29,6 @@ def keep(arguments: Sequence[str], error: BaseException) -> None:
 
 
 def _run_of(arguments: Sequence[str]) -> Path | None:
-    """The run that a command line names."""
     from ngsgd.runs import stored_run
     from ngsgd.runs.run_folder import known_run
 
@@ -43,7 +42,6 @@ def _run_of(arguments: Sequence[str]) -> Path | None:
 
 
 def _output_dir(arguments: Sequence[str]) -> Path:
-    """The folder of runs that a command line names."""
     words = list(arguments)
     given = [word.partition("=")[2] for word in words if word.startswith(("output_dir=", "--output-dir="))]
     # ngsgd ui FOLDER

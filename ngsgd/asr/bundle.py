@@ -1,15 +1,26 @@
 """A trained model with everything needed to recognize speech.
 
-It is read from the folder `final/` of a run, or from one file (`ngsgd.asr.bundle_files`).
+It is read from the folder `final/` of a run, or from one file, an uncompressed zip archive. Its
+content is never executed or unpickled. The index lists every other file with its SHA-256:
 
-Letters: T frames, D features, S side values (i-vectors), P pdfs.
+    recognizer.json                    language, feature and decoding settings, provenance, digests
+    model.json, model.safetensors      the network, its input and the priors of its classes
+    input_transform.safetensors, ivectors.safetensors, adaptation.safetensors, lm.arpa, HCLG.fst,
+    tree.txt, grammar.jsgf             optional
+
+Letters: T frames, D features, P pdfs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import contextlib
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +32,140 @@ from safetensors.numpy import load as load_arrays
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-from ngsgd import files
+from ngsgd import files, interface
 from ngsgd.asr.adapt.speakers import FindPath, SpeakerAdaptation
-from ngsgd.asr.bundle_files import (
-    ADAPTATION,
-    AGAIN,
-    INDEX,
-    IVECTORS,
-    LANGUAGE_FILES,
-    MODEL_FILES,
-    TRANSFORM,
-    index_of,
-    read_files,
-    read_index,
-    write_file,
-)
 from ngsgd.asr.decode import evaluation
-from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.decoding import Search
-from ngsgd.asr.decode.tuning import DecodingWeights
+from ngsgd.asr.decode.tuning import Calibration, DecodingWeights
 from ngsgd.asr.features import cmvn
-from ngsgd.asr.features.cmvn import Stats
 from ngsgd.asr.ivectors import model as ivector_model
-from ngsgd.asr.ivectors.model import IvectorModel
 from ngsgd.asr.lang import graphs, vocabulary
 from ngsgd.asr.lang import topology as topologies
-from ngsgd.asr.lang.graphs import Graph
-from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.language import GRAMMAR, Language
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.config import DecodeConfig, FeatureConfig, RunConfig, build, check_values
 from ngsgd.config.build import with_defaults
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import ArgumentError, CheckpointError, ConfigError, DataError, warn
-from ngsgd.interface import option
 from ngsgd.models import Window
 from ngsgd.models.build import least_parameters, rebuild, window_of
 from ngsgd.models.growing import utterance_logits
 
-__all__ = ["INDEX", "MODEL_FILES", "Bundle", "index_of", "read_files", "write_file"]
+INDEX = "recognizer.json"
+TRANSFORM, IVECTORS = "input_transform.safetensors", "ivectors.safetensors"
+ADAPTATION = "adaptation.safetensors"
+# files that a model may consist of
+MODEL_FILES = ("model.json", "model.safetensors", TRANSFORM, IVECTORS, ADAPTATION)
+LANGUAGE_FILES = ("lm.arpa", "HCLG.fst", "tree.txt", GRAMMAR)
+AGAIN = "copy it again, or recreate it with: ngsgd export --format bundle RUN FILE"
+_MAX_BYTES = 1 << 34
+_UNCALIBRATED = Calibration()
+
+
+def index_of(model_files: Mapping[str, bytes], *, language: Language, features: FeatureConfig,
+             decode: DecodeConfig, weights: DecodingWeights, calibration: Calibration = _UNCALIBRATED,
+             all_speech: cmvn.Stats | None, provenance: Mapping[str, Any]) -> str:
+    """Return the text of `recognizer.json`; `model_files` are the existing `MODEL_FILES`."""
+    content = {**model_files, **language.files()}
+    index = {"sha256": {name: sha256(data).hexdigest() for name, data in sorted(content.items())},
+             "language": language.to_json(), "features": asdict(features), "decode": asdict(decode),
+             "weights": asdict(weights), "calibration": asdict(calibration),
+             "all_speech": None if all_speech is None else all_speech.tolist(),
+             "provenance": dict(provenance)}
+    return json.dumps(files.sealed("bundle", index), indent=1)
+
+
+def write_file(path: Path, content: Mapping[str, bytes]) -> None:
+    """Write a bundle to one file: the index, then the files that it lists."""
+    with files.new_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+        for name in sorted(content, key=lambda name: (name != INDEX, name)):
+            # the default time of ZipInfo: equal content gives an equal file
+            archive.writestr(zipfile.ZipInfo(name), content[name])
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    """Read name -> content of every file of a model, with verified digests and the index last.
+    Raises CheckpointError if it is missing, damaged, modified, or of another format.
+    """
+    return {**read_index(path)["files"], INDEX: _reader(path)(INDEX)}
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """Return the index, with the content of the listed files under "files", all verified."""
+    try:
+        read = _reader(path)
+        index = files.unsealed("bundle", files.parse_json(read(INDEX).decode("utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a model ({_reason(error)}); {AGAIN}.") from error
+    listed = index.get("sha256")
+    if not isinstance(listed, dict) or not set(listed) <= {*MODEL_FILES, *LANGUAGE_FILES}:
+        raise CheckpointError(f"{path} lists files that are not part of a model; {AGAIN}.")
+    found: dict[str, bytes] = {}
+    for name, digest in listed.items():
+        try:
+            found[name] = read(name)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({_reason(error)}); {AGAIN}.") from error
+        if sha256(found[name]).hexdigest() != digest:
+            raise CheckpointError(f"{path}: {name} was modified (its SHA-256 differs from {INDEX}); {AGAIN}.")
+    return {**index, "files": found}
+
+
+def _reader(path: Path) -> Callable[[str], bytes]:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; use a run folder, or a file of: ngsgd export "
+                              "--format bundle RUN FILE.")
+    if path.is_dir():
+        is_run = (path / "config.yaml").is_file() or (path / "final").is_dir()
+        folder = path / "final" if is_run else path
+        if not (folder / "model.json").is_file():
+            raise CheckpointError(f"{path} has no final model; finish the run with: {interface.resume(path)}")
+        if not (folder / INDEX).is_file():
+            raise CheckpointError(f"{path} was not decoded to its end, so final/ has no {INDEX}; finish the "
+                                  f"run with: {interface.resume(path)}")
+        return lambda name: files.read_regular_bytes(folder / name, _MAX_BYTES)
+    # an uncompressed archive; its files together are not larger than it
+    content = files.read_regular_bytes(path, _MAX_BYTES)
+    members: dict[str, bytes] = {}
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _require_plain(archive.infolist(), len(content))
+            for name in (INDEX, *MODEL_FILES, *LANGUAGE_FILES):
+                with contextlib.suppress(KeyError):
+                    members[name] = archive.read(name)
+    except (zipfile.BadZipFile, RuntimeError, EOFError, OverflowError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+
+    def read(name: str) -> bytes:
+        if name not in members:
+            raise ValueError(f"it has no {name}")
+        return members[name]
+    return read
+
+
+def _require_plain(members: Sequence[zipfile.ZipInfo], size: int) -> None:
+    """Raise ValueError unless all members have their own bytes of the file, uncompressed."""
+    names: set[str] = set()
+    end = size
+    for info in sorted(members, key=lambda one: -one.header_offset):
+        is_plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+        if info.filename in names or not is_plain or info.flag_bits & 1:
+            raise ValueError(f"its member {info.filename[:40]!r} is compressed, encrypted or duplicated")
+        # the header of a member in the file has at least 30 bytes and the name
+        if info.header_offset + 30 + len(info.filename) + info.file_size > end:
+            raise ValueError(f"its member {info.filename[:40]!r} overlaps another one, or is cut")
+        names.add(info.filename)
+        end = info.header_offset
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)[:200]
+
 
 # larger than that of any archive of examples
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
-# maximum of the slope and the offset of a calibration
-_MAX_CALIBRATION = 1e6
+_MAX_CALIBRATION = 1e6  # maximum of the slope and the offset of a calibration
 # exceptions of readers for damaged or hostile content
 _DAMAGE = (SafetensorError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, DataError,
            OverflowError, MemoryError)
@@ -97,8 +198,8 @@ class Bundle:
     prior_P: npt.NDArray[np.float64]
     window: Window
     features: FeatureConfig
-    all_speech: Stats | None
-    ivectors: IvectorModel | None
+    all_speech: cmvn.Stats | None
+    ivectors: ivector_model.IvectorModel | None
     adaptation: SpeakerAdaptation | None
     language: Language
     decode: DecodeConfig
@@ -110,17 +211,9 @@ class Bundle:
     def load(cls, path: str | Path, *, trust: bool = False) -> Bundle:
         """Read a run folder, its folder `final/`, or a file of `ngsgd export --format bundle`.
 
-        Args:
-            path: folder or file.
-            trust: import the module of a custom network (`model._target_`), which runs its code.
-                Default: False.
-
-        Returns:
-            The model.
-
-        Raises:
-            CheckpointError: the model is missing, damaged, modified, or of another format.
-            ConfigError: a custom network without `trust`.
+        With `trust` the module of a custom network (`model._target_`) is imported, which runs its
+        code; without it such a network is a ConfigError. Raises CheckpointError if the model is
+        missing, damaged, modified, or of another format.
         """
         path = Path(path)
         content = read_index(path)
@@ -131,7 +224,7 @@ class Bundle:
             raise CheckpointError(f"{path} cannot be used as a model ({reason}); {AGAIN}.") from error
 
     @property
-    def statistics(self) -> Stats:
+    def statistics(self) -> cmvn.Stats:
         """`all_speech`; raises DataError if the model lacks it."""
         if self.all_speech is None:
             raise DataError(f"{self.path} has no statistics of its training speech, which "
@@ -139,12 +232,12 @@ class Bundle:
         return self.all_speech
 
     @cached_property
-    def graph(self) -> Graph:
+    def graph(self) -> graphs.Graph:
         """Decoding graph of the words, with the word penalty."""
         return graphs.with_word_penalty(self.unpenalized_graph, self.weights.word_penalty)
 
     @cached_property
-    def unpenalized_graph(self) -> Graph:
+    def unpenalized_graph(self) -> graphs.Graph:
         """Decoding graph without the word penalty."""
         return evaluation.build_graph(self.language, self.decode)
 
@@ -164,9 +257,8 @@ class Bundle:
             report: receives lines about words that the language model lacks, and about numbers in a
                 lexicon. Default: a warning.
 
-        Returns:
-            The model. Its calibration is that of the same weights, else none. Its provenance has no
-            WER, which was measured with the former words and weights.
+        The calibration is that of the same weights, else none, and the provenance has no WER, which
+        was measured with the former words and weights.
 
         Raises:
             ArgumentError: the scale or the penalty is out of range.
@@ -206,8 +298,7 @@ class Bundle:
         return self._log_likelihoods(self.model(torch.from_numpy(np.ascontiguousarray(x_TI))))
 
     @torch.no_grad()
-    def log_likelihoods(self, features_TD: npt.NDArray[np.float32],
-                        side: Side | None = None) -> npt.NDArray[np.float32]:
+    def log_likelihoods(self, features_TD: npt.NDArray[np.float32], side: Side | None = None) -> npt.NDArray[np.float32]:
         """T x P: log posterior minus log prior of the normalized features of one utterance."""
         frames = FrameSet.of_utterance(features_TD, side)
         [x_TI] = spliced_utterances(frames, self.window.left_context, self.window.right_context)
@@ -221,19 +312,23 @@ class Bundle:
 def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     found: dict[str, bytes] = index["files"]
     about = files.parse_json(found["model.json"].decode("utf-8"))
-    config = _config(index, about)
+    # values are checked for range; other sections have defaults
+    config, problems = build(with_defaults({
+        "model": about["model"], "features": index["features"], "decode": index["decode"],
+        "ivectors": about.get("ivectors", {})}))
+    if wrong := [one.message for one in problems] or check_values(config):
+        raise ValueError(wrong[0])
     language = _language(index["language"], found)
     if config.model._target_ and not trust:
         raise ConfigError(f"{path} requires importing {config.model._target_}, which runs that code "
                           "with your permissions. Inspect that module; if you trust it, allow it with "
-                          f"{option('trust')}.")
+                          f"{interface.option('trust')}.")
     state, transform = load_tensors(found["model.safetensors"]), None
     if TRANSFORM in found:
         transform = load_tensors(found[TRANSFORM])["input_transform"]
     adaptation = ivectors = all_speech = None
     if ADAPTATION in found:
-        arrays = load_arrays(found[ADAPTATION])
-        adaptation = SpeakerAdaptation.of_arrays(arrays, language.num_pdfs)
+        adaptation = SpeakerAdaptation.of_arrays(load_arrays(found[ADAPTATION]), language.num_pdfs)
     window = _window(about, config, language, adaptation)
     # before the described network is allocated
     size = sum(values.numel() for values in (*state.values(), *([] if transform is None else [transform])))
@@ -259,18 +354,7 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
                   config.decode, scales, calibration, dict(index["provenance"]))
 
 
-def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
-    """Sections of a bundle with values checked for range; other sections have defaults."""
-    sections = {"model": about["model"], "features": index["features"], "decode": index["decode"],
-                "ivectors": about.get("ivectors", {})}
-    config, problems = build(with_defaults(sections))
-    if wrong := [one.message for one in problems] or check_values(config):
-        raise ValueError(wrong[0])
-    return config
-
-
-def _window(about: Mapping[str, Any], config: RunConfig, language: Language,
-            adaptation: SpeakerAdaptation | None) -> Window:
+def _window(about: Mapping[str, Any], config: RunConfig, language: Language, adaptation: SpeakerAdaptation | None) -> Window:
     """Return the window if features, i-vectors and words of the bundle match the network."""
     window, features = window_of(about), config.features
     own = window.feature_dim if adaptation is None else adaptation.input_dim
@@ -293,7 +377,6 @@ def _window(about: Mapping[str, Any], config: RunConfig, language: Language,
 
 
 def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
-    """Parse words, phones and language model, and check them."""
     language = Language.from_json(dict(tree), {name: found[name] for name in LANGUAGE_FILES if name in found})
     topology, given = language.topology, language.given
     phones = {*topology.phones, topologies.SILENCE_PHONE}

@@ -30,8 +30,7 @@ _OTHERS = (
 # lengths that writers to a pipe give (sox, ffmpeg, arecord): they do not know the real one
 _PLACEHOLDERS = (range(0x7EFF0000, 0x7F010000), range(0x7FFF0000, 0x80010000), range(0xFFFF0000, 1 << 32))
 _MAX_CHUNKS = 1000
-# shorter files are not compared with the content of a header
-_SHORTEST_HEADER = 12
+_SHORTEST_HEADER = 12  # shorter files are not compared with the content of a header
 # chunks that may follow those of the samples in a wav without samples
 _TAGS = b"LISTid3 ID3 cue smplbextfactPEAKJUNKPAD iXML_PMXafsp"
 _AFTER_SAMPLES = [_TAGS[at:at + 4] for at in range(0, len(_TAGS), 4)]
@@ -53,13 +52,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """Position and length of encoded samples.
+    """Position and length of encoded samples; length None: unknown, they end with the file.
 
-    Attributes:
-        begin: position of the first byte.
-        length: bytes of the header; None: unknown, the samples end with the file.
-        field: position and width of the length in the header.
-        order: byte order of the length.
+    `field` is position and width of the length in the header, in the byte order `order`.
     """
 
     begin: int
@@ -69,11 +64,7 @@ class Samples:
 
 
 def kind_of(head: bytes) -> str:
-    """Return the name of a container by its first bytes; empty: none that is known.
-
-    Args:
-        head: the first `HEAD_BYTES`, or `FRAME_BYTES` if it `may_be_frames`.
-    """
+    """The container by its first `HEAD_BYTES` (`FRAME_BYTES` if `may_be_frames`), or nothing."""
     if head[:4] in (b"RIFF", b"RIFX"):
         return "wav" if head[8:12] in (b"WAVE", b"") else "avi or another RIFF file"
     if head[:4] == b"FORM":
@@ -130,13 +121,8 @@ def require_readable(name: str, kind: str) -> None:
 
 
 def lengths(name: str, file: BinaryIO, kind: str) -> dict[int, bytes]:
-    """Compare the length in the header with that of the file.
-
-    Returns:
-        Position and bytes of a length that replaces the placeholder of a stream; empty for others.
-
-    Raises:
-        DataError: the file is truncated.
+    """Compare the length in the header with that of the file; DataError if it is truncated. Returns
+    position and bytes of a length that replaces the placeholder of a stream.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -185,15 +171,9 @@ def find_samples(file: Source, kind: str) -> Samples | None:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Plain numbers of a wav.
+    """Plain numbers of a wav."""
 
-    Attributes:
-        dtype: type of NumPy, or "<i3" for integers of 24 bits.
-        num_channels: number of channels.
-        sample_rate_hz: sampling rate.
-    """
-
-    dtype: str
+    dtype: str  # of NumPy, or "<i3" for integers of 24 bits
     num_channels: int
     sample_rate_hz: int
 
@@ -302,7 +282,6 @@ class Patched:
         self._file, self._patches = file, patches
 
     def read(self, size: int = -1) -> bytes:
-        """Read up to `size` bytes."""
         begin = self._file.tell()
         content = bytearray(self._file.read(size))
         for position, patch in self._patches.items():
@@ -312,9 +291,7 @@ class Patched:
         return bytes(content)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Change the position."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """Return the position."""
         return self._file.tell()

@@ -20,17 +20,18 @@ from ngsgd.sequence.graph import NOTHING, StateArc, StateGraph, from_arcs
 from ngsgd.sequence.ngram import ClassOf, UnitFrames, state_ngram, unit_ngram
 from ngsgd.sequence.objectives import Denominator
 
+# leaky-HMM coefficient of lfmmi: probability of a transition to any state, as in Kaldi's recipes
+_LEAK = 0.1
+
 
 def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
               prior_P: npt.NDArray[np.float64]) -> Denominator:
-    """Build the denominator of a run, with priors of the initial model, or uniform ones.
-
-    Raises:
-        ConfigError: the objective needs phones, and the states are tied.
+    """Build the denominator of a run, with priors of the initial model, or uniform ones. Raises
+    ConfigError if the objective needs phones, and the states are tied.
     """
     language = corpus.language
     if objective.kind == "lfmmi":
-        graph = of_labels(corpus.train.split_pdfs(), language, objective).with_leak(objective.leaky_hmm)
+        graph = of_labels(corpus.train.split_pdfs(), language, objective).with_leak(_LEAK)
         if objective.chunk_frames:
             graph = graph.anywhere(with_start=objective.denominator == "phones")
     else:
@@ -51,22 +52,18 @@ def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
 
 def of_labels(labels: Sequence[PdfIds], language: Language, objective: ObjectiveConfig) -> StateGraph:
     """Estimate the n-gram model of states or phones from the labels of frames that have outputs.
-
-    Raises:
-        ConfigError: the objective needs single phones or left biphones, and has others.
+    Raises ConfigError if the objective needs single phones or left biphones, and has others.
     """
     step = objective.frame_subsampling
     if objective.denominator == "states":
-        return state_ngram((pdf_T[first::step] for first in range(step) for pdf_T in labels),
-                           objective.ngram_order)
+        return state_ngram((pdf_T[first::step] for first in range(step) for pdf_T in labels), objective.ngram_order)
     class_of = _class_of(language)
     state_P = np.array(language.phone_states() or range(language.num_pdfs), np.int32)
     frames = []
     for pdf_T in labels:
         phone_T, state_T = phones_and_states(state_P[pdf_T], language.topology.num_silence_states)
         frames.append(UnitFrames(begins_of_phones(phone_T, state_T).cumsum(), phone_T, state_T))
-    return unit_ngram((one.every(step, first) for first in range(step) for one in frames),
-                      objective.ngram_order, class_of)
+    return unit_ngram((one.every(step, first) for first in range(step) for one in frames), objective.ngram_order, class_of)
 
 
 def _class_of(language: Language) -> ClassOf:

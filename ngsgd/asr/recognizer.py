@@ -20,13 +20,12 @@ import torch
 
 from ngsgd.arguments import checks_arguments
 from ngsgd.asr import recording
-from ngsgd.asr.adapt.fmllr import FmllrStats
+from ngsgd.asr.adapt.projections import FmllrStats
 from ngsgd.asr.bundle import Bundle
-from ngsgd.asr.decode.streaming import StreamingDecoder
-from ngsgd.asr.decode.words import Word, recognized
+from ngsgd.asr.decode.decoding import StreamingDecoder
+from ngsgd.asr.decode.words import recognized
 from ngsgd.asr.features import cmvn, filterbank
-from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
-from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
+from ngsgd.asr.ivectors.model import IvectorStream, SpeakerState
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.asr.recording import Recording, Resampler, Samples
 from ngsgd.asr.segmentation import Segmenter, Stretch
@@ -39,8 +38,7 @@ FRAME_S = 0.01
 # beam of the lattices for confidences and further hypotheses (nats); segments are long, and with
 # twice this beam determinization takes 20 times as long as everything else
 LATTICE_BEAM = 4.0
-# block length for arrays
-_BLOCK_S = 5.0
+_BLOCK_S = 5.0  # block length for arrays
 # length of a stream after which the scale of its integers is certain
 _SCALE_S = 10.0
 
@@ -102,9 +100,6 @@ class Recognizer:
             trust: import the module of a custom network, which runs its code. Default: False.
             lm, words, lexicon, grammar, scale, penalty: as for `Recognizer`.
 
-        Returns:
-            The recognizer.
-
         Raises:
             ArgumentError: an argument has a wrong type or value.
             CheckpointError: the model is damaged, unfinished, or of another version.
@@ -121,7 +116,7 @@ class Recognizer:
 
     def transcribe(self, audio: str | Path | npt.ArrayLike | Recording,
                    sample_rate_hz: int | None = None, *, num_best: int = 1) -> Transcript:
-        """Recognize a complete recording.
+        """Recognize a complete recording: segments with words, times and confidences.
 
         Args:
             audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers of 8,
@@ -130,9 +125,6 @@ class Recognizer:
             sample_rate_hz: sampling rate of an array in Hz; None for the rate of the model. Not
                 allowed for files.
             num_best: maximum number of hypotheses per segment. Default: 1.
-
-        Returns:
-            Segments with words, times and confidences.
 
         Raises:
             ArgumentError: the rate or the number of hypotheses is not a number.
@@ -147,8 +139,7 @@ class Recognizer:
                 return self.transcribe(source, num_best=num_best)
         if not isinstance(audio, Recording):
             audio = self._recording(audio, sample_rate_hz)
-        channels = [_Channel(self, number, audio.sample_rate_hz, num_best)
-                    for number in range(1, audio.num_channels + 1)]
+        channels = [_Channel(self, number, audio.sample_rate_hz, num_best) for number in range(1, audio.num_channels + 1)]
         segments: list[Segment] = []
         num_samples = 0
         for block_NC in audio.blocks():
@@ -163,7 +154,7 @@ class Recognizer:
 
     def stream(self, chunks: Iterable[npt.ArrayLike], sample_rate_hz: int | None = None, *,
                num_best: int = 1, partial: bool = True) -> Iterator[Partial | Segment]:
-        """Recognize live speech.
+        """Recognize live speech; yields partial and final results in order.
 
         Every segment of speech ends with a `Segment`, whose words are those of `transcribe` for the
         same samples. Until then a `Partial` is yielded whenever the words so far change. With
@@ -177,9 +168,6 @@ class Recognizer:
             partial: also yield partial words, which about doubles the computing time. Default:
                 True.
 
-        Yields:
-            Partial and final results, in order.
-
         Raises:
             ArgumentError: the rate or the number of hypotheses is not a number.
             DataError: a chunk has a wrong shape or invalid values.
@@ -188,7 +176,7 @@ class Recognizer:
         rate_hz = self._rate(sample_rate_hz)
         recording.check_rate("the stream", rate_hz)
         channel = _Channel(self, 1, rate_hz, num_best)
-        drafts = _Drafts(self) if partial else None
+        draft: _Draft | None = None
         peak = num_samples = 0
         for chunk in chunks:
             chunk_N = _array(chunk, "the stream")
@@ -201,8 +189,14 @@ class Recognizer:
                 raise DataError(f"a chunk of the stream has the shape {samples_N.shape}; pass the samples "
                                 "of one channel.")
             yield from channel.accept(samples_N)
-            if drafts is not None and (draft := drafts.update(channel)) is not None:
-                yield draft
+            stretch = channel.segmenter.current if partial else None
+            if stretch is None:
+                draft = None
+                continue
+            if draft is None or draft.first != stretch.first:
+                draft = _Draft(self.bundle, stretch.first, channel.speaker)
+            if (changed := draft.update(stretch.samples)) is not None:
+                yield changed
         recording.check_peak_of_32_bits(peak, "the stream")
         yield from channel.finish()
 
@@ -220,10 +214,9 @@ class Recognizer:
         if samples.ndim not in (1, 2):
             raise DataError(f"the samples have the shape {samples.shape}; pass one dimension, or samples "
                             "and channels.")
-        samples_NC = samples[:, None] if samples.ndim == 1 else samples
-        if samples.ndim == 2 and samples.shape[0] < samples.shape[1]:
-            # the shorter dimension is the channels
-            samples_NC = samples.T
+        # the shorter dimension is the channels
+        samples_NC = samples[:, None] if samples.ndim == 1 else \
+            samples.T if samples.shape[0] < samples.shape[1] else samples
         rate_hz = self._rate(sample_rate_hz)
         recording.check_rate("the array", rate_hz, samples_NC.shape[1])
         recording.check_peak_of_32_bits(recording.peak_of_32_bits(samples_NC), "the array")
@@ -234,7 +227,6 @@ class Recognizer:
         def read(size: int) -> npt.NDArray[Any]:
             first = next(blocks, len(samples_NC))
             return samples_NC[first : first + size]
-
         return Recording("the array", rate_hz, samples_NC.shape[1], read)
 
 
@@ -270,108 +262,69 @@ class _Channel:
         bundle = self._bundle
         features_TD, side, self.speaker = _front(bundle, stretch.samples, self.speaker)
         found = recognized(bundle.graph, bundle.log_likelihoods(features_TD, side), bundle.search,
-                           lattice_beam=min(bundle.decode.lattice_beam, LATTICE_BEAM),
-                           frame_shift_s=FRAME_S, num_best=self._num_best, calibration=bundle.calibration)
+                           lattice_beam=LATTICE_BEAM, frame_shift_s=FRAME_S,
+                           num_best=self._num_best, calibration=bundle.calibration)
         rate_hz = bundle.features.sample_rate_hz
         start_s, end_s = stretch.first / rate_hz, (stretch.first + len(stretch.samples)) / rate_hz
-
-        def shifted(word: Word) -> Word:
-            return word._replace(start_s=start_s + word.start_s, end_s=min(start_s + word.end_s, end_s))
-
-        return Segment(self._number, start_s, end_s,
-                       tuple(replace(one, words=tuple(map(shifted, one.words))) for one in found))
-
-
-# Features -----------------------------------------------------------------------------------------
+        return Segment(self._number, start_s, end_s, tuple(replace(one, words=tuple(
+            word._replace(start_s=start_s + word.start_s, end_s=min(start_s + word.end_s, end_s))
+            for word in one.words)) for one in found))
 
 
 @dataclass(frozen=True)
 class _Speaker:
     """Statistics of the segments of a channel so far."""
 
-    stats: Stats | None = None
-    mean: CmnState | None = None
+    stats: cmvn.Stats | None = None
+    mean: cmvn.CmnState | None = None
     ivectors: SpeakerState | None = None
     fmllr: FmllrStats | None = None
 
 
-def _front(bundle: Bundle, samples_N: Samples,
-           before: _Speaker) -> tuple[npt.NDArray[np.float32], Side | None, _Speaker]:
+def _front(bundle: Bundle, samples_N: Samples, speaker: _Speaker) -> tuple[npt.NDArray[np.float32], Side | None, _Speaker]:
     """(normalized features, i-vectors, state for the next segment of the channel)."""
     raw_TD = filterbank.extract(samples_N, bundle.features)
-    normal_TD, speaker = _normalized(bundle, raw_TD, before)
+    if bundle.features.cmvn == "online":
+        mean = cmvn.OnlineMean(bundle.statistics, speaker.mean)
+        deviation_D = cmvn.mean_and_deviation(bundle.statistics)[1]
+        normal_TD = ((raw_TD - mean.accept(raw_TD)) / deviation_D).astype(np.float32)
+        speaker = replace(speaker, mean=mean.heard())
+    elif bundle.features.cmvn == "speaker":
+        stats = cmvn.statistics(raw_TD) + (0.0 if speaker.stats is None else speaker.stats)
+        normal_TD, speaker = cmvn.normalized(raw_TD, stats), replace(speaker, stats=stats)
+    else:
+        [normal_TD] = filterbank.normalize([raw_TD], [""], bundle.features)
     if bundle.adaptation is not None:
-        normal_TD, fmllr = bundle.adaptation.adapt(normal_TD, before.fmllr, bundle.find_path)
+        normal_TD, fmllr = bundle.adaptation.adapt(normal_TD, speaker.fmllr, bundle.find_path)
         return normal_TD, None, replace(speaker, fmllr=fmllr)
     if bundle.ivectors is None:
         return normal_TD, None, speaker
-    stream = IvectorStream(bundle.ivectors, before.ivectors)
+    stream = IvectorStream(bundle.ivectors, speaker.ivectors)
     stream.accept(raw_TD)
     speaker = replace(speaker, ivectors=stream.finish())
     row_T = (np.arange(len(raw_TD)) // bundle.ivectors.front.config.period).astype(np.int32)
     return normal_TD, Side(stream.rows(), row_T), speaker
 
 
-def _normalized(bundle: Bundle, raw_TD: npt.NDArray[np.float32],
-                before: _Speaker) -> tuple[npt.NDArray[np.float32], _Speaker]:
-    kind = bundle.features.cmvn
-    if kind == "online":
-        mean = OnlineMean(bundle.statistics, before.mean)
-        deviation_D = cmvn.mean_and_deviation(bundle.statistics)[1]
-        normal_TD = ((raw_TD - mean.accept(raw_TD)) / deviation_D).astype(np.float32)
-        return normal_TD, replace(before, mean=mean.heard())
-    if kind == "speaker":
-        stats = cmvn.statistics(raw_TD) + (0.0 if before.stats is None else before.stats)
-        return cmvn.normalized(raw_TD, stats), replace(before, stats=stats)
-    [normal_TD] = filterbank.normalize([raw_TD], [""], bundle.features)
-    return normal_TD, before
-
-
-# Partial words ------------------------------------------------------------------------------------
-
-
-class _Drafts:
-    """Partial words of the current segment."""
-
-    def __init__(self, recognizer: Recognizer) -> None:
-        self._bundle = recognizer.bundle
-        self._draft: _Draft | None = None
-        self._words: tuple[str, ...] = ()
-
-    def update(self, channel: _Channel) -> Partial | None:
-        """Return the words so far if they changed."""
-        stretch = channel.segmenter.current
-        if stretch is None:
-            self._draft, self._words = None, ()
-            return None
-        if self._draft is None or self._draft.first != stretch.first:
-            self._draft, self._words = _Draft(self._bundle, stretch.first, channel.speaker), ()
-        words = self._draft.words(stretch.samples)
-        if words == self._words:
-            return None
-        self._words, rate_hz = words, self._bundle.features.sample_rate_hz
-        end = stretch.first + len(stretch.samples)
-        return Partial(words, stretch.first / rate_hz, end / rate_hz)
-
-
 class _Draft:
-    """A segment, decoded as its samples arrive."""
+    """A segment, decoded as its samples arrive, and its words so far."""
 
     def __init__(self, bundle: Bundle, first: int, speaker: _Speaker) -> None:
         self.first, self._num_samples, self._num_frames = first, 0, 0
         self._features = filterbank.stream(bundle.features)
         self._rate_hz = bundle.features.sample_rate_hz
-        self._mean: OnlineMean | None = None
+        self._words: tuple[str, ...] = ()
+        self._mean: cmvn.OnlineMean | None = None
         if bundle.all_speech is not None:
-            self._mean = OnlineMean(bundle.all_speech, speaker.mean)
+            self._mean = cmvn.OnlineMean(bundle.all_speech, speaker.mean)
             self._deviation_D = cmvn.mean_and_deviation(bundle.all_speech)[1]
         self._ivectors = IvectorStream(bundle.ivectors, speaker.ivectors) if bundle.ivectors else None
         self._decoder = StreamingDecoder(
             bundle.graph, bundle.scores, bundle.search, left_context=bundle.window.left_context,
             right_context=bundle.window.right_context, side=self._ivectors)
 
-    def words(self, samples_N: Samples) -> tuple[str, ...]:
-        """Return the words so far; `samples_N` are all samples of the segment."""
+    def update(self, samples_N: Samples) -> Partial | None:
+        """Return the words if they changed; `samples_N` are all samples of the segment."""
         self._features.accept_waveform(self._rate_hz, samples_N[self._num_samples :])
         self._num_samples = len(samples_N)
         ready = range(self._num_frames, self._features.num_frames_ready)
@@ -384,11 +337,13 @@ class _Draft:
                 mean_TD = self._mean.accept(raw_TD)
                 normal_TD = ((raw_TD - mean_TD) / self._deviation_D).astype(np.float32)
             self._decoder.accept(normal_TD)
-        return self._decoder.words()
+        if (words := self._decoder.words()) == self._words:
+            return None
+        self._words = words
+        return Partial(words, self.first / self._rate_hz, (self.first + len(samples_N)) / self._rate_hz)
 
 
 def _array(audio: npt.ArrayLike | Sequence[float], name: str) -> npt.NDArray[Any]:
-    """Convert a list, an array or a torch tensor to a NumPy array."""
     if isinstance(audio, (bytes, bytearray)) or (isinstance(audio, memoryview) and audio.itemsize == 1):
         raise DataError(f"{name} consists of bytes, whose type is unknown; pass numpy.frombuffer(audio, "
                         "'int16') for raw samples of 16 bits.")

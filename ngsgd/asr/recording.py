@@ -1,7 +1,6 @@
 """Block-wise reading of recordings: one function decides about files, streams and arrays.
 
-Training and transcription read audio with it, so that both accept and refuse the same. Errors are
-DataErrors with the name of the recording. Letters: N samples, C channels.
+Training and transcription accept and refuse the same. Letters: N samples, C channels.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd import files
-from ngsgd.asr import containers, extras
+from ngsgd import files, imports
+from ngsgd.asr import containers
 from ngsgd.errors import DataError
 
 Samples = npt.NDArray[np.float32]
 
-# scale of 16-bit samples, as in Kaldi
-FULL_SCALE = 32768.0
+FULL_SCALE = 32768.0  # scale of 16-bit samples, as in Kaldi
 # file suffixes that a folder is searched for
 SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".snd", ".sph", ".nist",
             ".caf", ".w64", ".rf64")
@@ -36,23 +34,15 @@ _LOUDEST = 8.0
 # a recording of 32 bits with a lower peak holds 16-bit samples: it would be below their lowest bit
 _QUIETEST_OF_32_BITS = 1 << 15
 _BLOCK_S = 5.0
-# libsndfile's number of samples if the header has none
-_UNKNOWN = 1 << 62
-# header of a wav on a stream
-_MAX_HEADER_BYTES = 1 << 24
+_UNKNOWN = 1 << 62  # libsndfile's number of samples if the header has none
+_MAX_HEADER_BYTES = 1 << 24  # header of a wav on a stream
 # soundfile.LibsndfileError is a RuntimeError
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """An open recording.
-
-    Attributes:
-        name: for messages.
-        sample_rate_hz: from the header.
-        num_channels: number of channels.
-    """
+    """An open recording; its name is for messages."""
 
     name: str
     sample_rate_hz: int
@@ -60,11 +50,7 @@ class Recording:
     _read: Any
 
     def blocks(self, seconds: float = _BLOCK_S) -> Iterator[Samples]:
-        """Yield N x C samples at 16-bit scale, in order.
-
-        Raises:
-            DataError: the recording is damaged or truncated.
-        """
+        """Yield N x C samples at 16-bit scale, in order; DataError for a damaged recording."""
         size = max(1, round(seconds * self.sample_rate_hz))
         while len(block_NC := self._read(size)):
             yield scaled(block_NC, self.name)
@@ -72,31 +58,18 @@ class Recording:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Recording]:
-    """Open an audio file.
-
-    Raises:
-        DataError: the file is missing, not an audio file, damaged, empty or truncated.
-    """
-    file = AudioFile.open(path)
-    try:
+    """Open a file; DataError if it is missing, not audio, damaged, empty or truncated."""
+    with contextlib.closing(AudioFile.open(path)) as file:
         yield Recording(str(path), file.sample_rate_hz, file.num_channels, file.read)
-    finally:
-        file.close()
 
 
 class AudioFile:
-    """An open audio file, whose length is compared with its header.
-
-    Attributes:
-        name: as given; it may be changed.
-        sample_rate_hz: sampling rate.
-        num_channels: number of channels.
-        num_samples: samples of each channel; None if the header has no number.
-        subtype: encoding, as libsndfile names it.
+    """An open audio file, whose length is compared with its header; `subtype` is the encoding as
+    libsndfile names it, and `num_samples` of each channel None if the header has no number.
     """
 
     def __init__(self, name: str, file: BinaryIO) -> None:
-        soundfile: Any = extras.load("soundfile", extra="asr", purpose="Reading audio files")
+        soundfile: Any = imports.load("soundfile", extra="asr", purpose="Reading audio files")
         self.name, self._file, self._num_read = name, file, 0
         try:
             head = file.read(containers.FRAME_BYTES)
@@ -178,11 +151,7 @@ class AudioFile:
 
 
 def read_mono(name: str, file: BinaryIO) -> tuple[Samples, int]:
-    """Read all samples of a file of one channel, at 16-bit scale, and its sampling rate.
-
-    Raises:
-        DataError: it cannot be read, is truncated, or has several channels.
-    """
+    """Read a file of one channel, at 16-bit scale, and its rate; DataError for other files."""
     with file, contextlib.closing(AudioFile(name, file)) as audio:
         if audio.num_channels != 1:
             raise DataError(f"{name} has {audio.num_channels} channels; convert it to one channel.")
@@ -206,13 +175,9 @@ def _for_libsndfile(file: BinaryIO, patches: dict[int, bytes]) -> tuple[Any, ...
 
 
 def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
-    """Convert samples to float32 at 16-bit scale.
+    """Convert samples to float32 at 16-bit scale; DataError for types and values without one.
 
-    Integers of 8, 16 and 32 bits are scaled by their width, floating-point numbers from the range
-    -1 to 1.
-
-    Raises:
-        DataError: samples are not finite, or beyond 8, or of a type without a full scale.
+    Integers are scaled by their width, floats from -1 to 1 (a peak beyond 8 is an error).
     """
     kind, width = samples.dtype.kind, samples.dtype.itemsize
     if kind == "u" and width == 1:
@@ -257,14 +222,11 @@ def check_rate(name: str, sample_rate_hz: int, num_channels: int = 1) -> None:
                         f"channels at {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz.")
 
 
-# Rates --------------------------------------------------------------------------------------------
-
-
 class Resampler:
     """Changes the sampling rate of one channel, block by block."""
 
     def __init__(self, from_hz: int, to_hz: int) -> None:
-        soxr: Any = extras.load("soxr", extra="asr", purpose="Resampling")
+        soxr: Any = imports.load("soxr", extra="asr", purpose="Resampling")
         self._stream = soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
 
     def accept(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
@@ -272,20 +234,15 @@ class Resampler:
         return np.asarray(self._stream.resample_chunk(np.ascontiguousarray(samples_N), last=is_last))
 
 
-# Streams ------------------------------------------------------------------------------------------
-
 _STREAM = "the stream on stdin"
 
 
 def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
     """Read a recording from a pipe: a file of a supported format, or raw samples.
 
-    A wav of integers or floating-point numbers is read while it comes. Other formats are copied to
-    a temporary file first. Without a header, samples are of one channel and 16 bits, little-endian,
-    at `raw_rate_hz`.
-
-    Raises:
-        DataError: the format is not supported, or the header is damaged or incomplete.
+    A wav is read while it comes; other formats are copied to a temporary file first. Raw samples
+    are mono, 16 bits, little-endian, at `raw_rate_hz`. Raises DataError for others and damaged
+    headers.
     """
     source = _Stream(stream)
     head = source.peek(containers.HEAD_BYTES)
@@ -309,7 +266,6 @@ class _Stream:
         self._stream, self._seen, self._at, self._is_kept = stream, bytearray(), 0, True
 
     def peek(self, size: int) -> bytes:
-        """Return the next bytes, which stay unread."""
         content = self.read(size)
         self._at -= len(content)
         return content
@@ -325,7 +281,6 @@ class _Stream:
         return content
 
     def seek(self, offset: int) -> int:
-        """Skip to an offset of the header."""
         if offset > _MAX_HEADER_BYTES:
             raise ValueError("the header is too long")
         if offset > self._at:
@@ -366,30 +321,23 @@ def _live_wav(source: _Stream) -> Recording | None:
     check_rate(_STREAM, encoding.sample_rate_hz, encoding.num_channels)
     source.seek(found.begin)
     source.release()
-    samples = _LiveSamples(source, encoding, found.length)
-    return Recording(_STREAM, encoding.sample_rate_hz, encoding.num_channels, samples.read)
+    # bytes of samples; None: all
+    left, is_cut = found.length, False
 
-
-class _LiveSamples:
-    """Samples of a wav on a stream; `left` bytes, or all if it is None."""
-
-    def __init__(self, source: _Stream, encoding: containers.Encoding, left: int | None) -> None:
-        self._source, self._encoding, self._left = source, encoding, left
-        self._is_cut = False
-
-    def read(self, size: int) -> npt.NDArray[Any]:
-        """Read up to `size` samples of each channel, N x C."""
-        if self._is_cut:
-            raise DataError(f"{_STREAM} is truncated: the last {self._left} bytes of samples in its header "
-                            "are missing; send it again.")
-        wanted = size * self._encoding.frame_bytes
-        content = self._source.read(wanted if self._left is None else min(wanted, self._left))
-        if self._left is not None:
-            self._is_cut = len(content) < min(wanted, self._left)
-            self._left -= len(content)
-        samples_NC = _numbers(content, self._encoding.dtype, self._encoding.num_channels)
+    def read(size: int) -> npt.NDArray[Any]:
+        nonlocal left, is_cut
+        if is_cut:
+            raise DataError(f"{_STREAM} is truncated: the last {left} bytes of samples in its "
+                            "header are missing; send it again.")
+        wanted = size * encoding.frame_bytes
+        content = source.read(wanted if left is None else min(wanted, left))
+        if left is not None:
+            is_cut = len(content) < min(wanted, left)
+            left -= len(content)
+        samples_NC = _numbers(content, encoding.dtype, encoding.num_channels)
         # the samples before the end are recognized first
-        return samples_NC if len(samples_NC) or not self._is_cut else self.read(size)
+        return samples_NC if len(samples_NC) or not is_cut else read(size)
+    return Recording(_STREAM, encoding.sample_rate_hz, encoding.num_channels, read)
 
 
 def _numbers(content: bytes, dtype: str, num_channels: int) -> npt.NDArray[Any]:

@@ -1,17 +1,8 @@
-"""Segmentation of a stream of samples into speech, in constant memory.
+"""Segmentation of a stream of N samples into speech, in constant memory, independent of chunks.
 
-The boundaries depend on the samples alone, not on the chunk size: a file and a live stream have the
-same segments.
-
-- Silence longer than two seconds is skipped; half a second is kept at each end of the speech.
-- A segment longer than ten seconds is split in the middle of the next pause of half a second.
-- A segment of thirty seconds without such a pause is split at its quietest point in the last ten
-  seconds.
-
-A recording of less than ten seconds without long pauses is one segment. The voice-activity
-detection of WebRTC classifies frames of 30 ms, in the mode that misses the least speech.
-
-Letters: N samples.
+Silence longer than two seconds is skipped, but half a second at each end of the speech. A segment
+longer than ten seconds is split in the middle of the next pause of half a second, and one of thirty
+seconds at its quietest point in the last ten. WebRTC's voice-activity detection classifies frames.
 """
 
 from __future__ import annotations
@@ -22,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras
+from ngsgd import imports
 
 Samples = npt.NDArray[np.float32]
 
@@ -55,7 +46,7 @@ class Segmenter:
     def __init__(self, sample_rate_hz: int) -> None:
         self._frame = round(_FRAME_S * sample_rate_hz)
         self._vad_rate_hz = sample_rate_hz if sample_rate_hz in _RATES_HZ else _RATES_HZ[1]
-        webrtcvad = extras.load("webrtcvad", extra="asr", purpose="Finding speech in recordings")
+        webrtcvad = imports.load("webrtcvad", extra="asr", purpose="Finding speech in recordings")
         self._vad = webrtcvad.Vad(_LOSES_LEAST)
         # frames of the current segment, followed by an incomplete frame
         self._frames: list[Samples] = []
@@ -130,11 +121,8 @@ class Segmenter:
         return length - len(power_F) + int(smooth.argmin()) + _QUIET // 2
 
     def _pause(self) -> int:
-        """Frames without speech at the end."""
-        pause = 0
-        while pause < len(self._is_speech) and not self._is_speech[-1 - pause]:
-            pause += 1
-        return pause
+        ends_first = enumerate(reversed(self._is_speech))
+        return next((pause for pause, flag in ends_first if flag), len(self._is_speech))
 
     def _remove(self, num_frames: int) -> None:
         self._first += num_frames * self._frame

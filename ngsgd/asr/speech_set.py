@@ -25,20 +25,17 @@ class SpeechSet:
     """Labeled frames of U utterances, with their words and speakers."""
 
     frames: FrameSet                     # normalized, not spliced
-    # words of each utterance
-    texts: Sequence[tuple[str, ...]]
+    texts: Sequence[tuple[str, ...]]  # words of each utterance
     speakers: Sequence[str]
     # statistics of the normalization; empty: not normalized; None: unknown
     cmvn: CmvnStats | None = None
-    # features before normalization, if `cmvn` cannot restore them
-    raw_TD: Features | None = None
+    raw_TD: Features | None = None  # features before normalization, if `cmvn` cannot restore them
 
     def __post_init__(self) -> None:
-        num_utterances = len(self.frames.utt_ids)
-        if len(self.texts) != num_utterances or len(self.speakers) != num_utterances:
-            raise DataError(f"{num_utterances} utterances, {len(self.texts)} texts and "
-                            f"{len(self.speakers)} speakers are inconsistent; prepare the data "
-                            "again.")
+        num = len(self.frames.utt_ids)
+        if not num == len(self.texts) == len(self.speakers):
+            raise DataError(f"{num} utterances, {len(self.texts)} texts and {len(self.speakers)} "
+                            "speakers are inconsistent; prepare the data again.")
 
     @property
     def is_aligned(self) -> bool:
@@ -69,10 +66,11 @@ class SpeechSet:
 
     def only(self, utterance: int) -> SpeechSet:
         """Return a set of one utterance in memory, without statistics."""
-        frames = self.frames
-        rows = slice(*frames.offsets[utterance:utterance + 2])
+        frames, part = self.frames, slice(utterance, utterance + 1)
+        offsets = frames.offsets[utterance:utterance + 2]
+        rows = slice(*offsets)
         one = FrameSet(mapped.copied(frames.features_TD[rows]), frames.pdf_T[rows],
-                       frames.offsets[utterance:utterance + 2] - rows.start, frames.utt_ids[utterance:utterance + 1],
+                       offsets - rows.start, frames.utt_ids[part],
                        side=frames.side and Side(frames.side.rows_RS, frames.side.row_T[rows]))
         return SpeechSet(one, (self.texts[utterance],), (self.speakers[utterance],))
 
@@ -87,8 +85,8 @@ class SpeechSet:
         lengths = np.fromiter((len(pdf_T_by_utt[utt_id]) for utt_id in utt_ids), np.int64, len(keep))
         side = self.frames.side
         if side and len(keep) < len(self.texts):
-            row_T = side.row_T
-            side = Side(side.rows_RS, np.concatenate([row_T[slice(*self.frames.offsets[u:u + 2])] for u in keep]))
+            row_of = [side.row_T[slice(*self.frames.offsets[u:u + 2])] for u in keep]
+            side = Side(side.rows_RS, np.concatenate(row_of))
         labels = (pdf_T_by_utt[utt_id].astype(np.int32, casting="same_kind", copy=False) for utt_id in utt_ids)
         pdf_T = mapped.concatenated(labels, (int(lengths.sum()),), self.frames.features_TD)
         frames = FrameSet(self._of(self.frames.features_TD, keep), pdf_T,
@@ -124,10 +122,8 @@ def frame(utterance: Utterance, config: FeatureConfig) -> FramedUtterance:
 
 
 def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given: CmvnStats | None = None) -> SpeechSet:
-    """Build a set, normalized over the unit given by `config` or by statistics of the data.
-
-    With `features.cmvn=online` it is not normalized yet, since that needs statistics of the
-    training set (`normalized_online`).
+    """Build a set, normalized over the unit given by `config` or by statistics of the data. With
+    `features.cmvn=online` `normalized_online` follows, with statistics of the training set.
     """
     raw, speakers = [one.features_TD for one in utterances], [one.speaker for one in utterances]
     utt_ids = tuple(one.utt_id for one in utterances)
@@ -145,18 +141,14 @@ def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given
 
 
 def normalized_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
-    """Subtract the online mean of each speaker and divide by the global deviation.
-
-    Utterances of a speaker are in the order of the set.
-    """
+    """Subtract the online mean of each speaker, in the order of the set, and scale."""
     normal = online_normalized(speech.split_features(), speech.speakers, all_speech)
     units = CmvnStats({cmvn.GLOBAL: all_speech}, (cmvn.GLOBAL,) * len(speech.texts))
     return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(list(normal))), cmvn=units,
                    raw_TD=speech.frames.features_TD)
 
 
-def online_normalized(features: Iterable[Features], speakers: Sequence[str],
-                      all_speech: cmvn.Stats) -> Iterator[Features]:
+def online_normalized(features: Iterable[Features], speakers: Sequence[str], all_speech: cmvn.Stats) -> Iterator[Features]:
     """Yield the features of each utterance as `normalized_online` normalizes them."""
     heard: dict[str, cmvn.CmnState] = {}
     deviation_D = cmvn.mean_and_deviation(all_speech)[1]

@@ -1,7 +1,4 @@
-"""Transcribed speech of any corpus, scored by a trained model.
-
-A folder is a Kaldi data directory (`text`, `utt2spk`, and `wav.scp` or `feats.scp`), or contains
-`recordings.jsonl.gz` and `supervisions.jsonl.gz` of lhotse.
+"""Transcribed speech of any corpus, a Kaldi data directory or lhotse manifests, scored by a model.
 
 Letters: T frames, P pdfs.
 """
@@ -19,37 +16,25 @@ from ngsgd.asr import speech_set
 from ngsgd.asr.adapt.speakers import FindPath
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora import data_dir, manifests
-from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.ivectors.training import extract
-from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.data.frames import Side
 from ngsgd.errors import DataError
 
 
 @dataclass(frozen=True)
 class ScoredSet:
-    """Utterances with their references and the scores of a model.
-
-    Attributes:
-        utt_ids: names of the utterances.
-        speakers: speaker of each.
-        texts: words of each.
-        logliks: T x P of each, log posterior minus log prior.
-    """
+    """Utterances with their references and the scores of a model."""
 
     utt_ids: Sequence[str]
     speakers: Sequence[str]
     texts: Sequence[tuple[str, ...]]
-    logliks: tuple[npt.NDArray[np.float32], ...]
+    logliks: tuple[npt.NDArray[np.float32], ...]  # T x P each, log posterior minus log prior
 
 
 def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> ScoredSet:
-    """Read a folder, compute features as in training, and score them.
-
-    `find_path` is the first pass of speaker adaptation. Default: that of the model.
-
-    Raises:
-        DataError: files are missing or damaged, or do not match the model.
+    """Read a folder, compute features as in training, and score them. `find_path` is the first pass
+    of speaker adaptation. Raises DataError if files are missing or damaged, or do not match the
+    model.
     """
     config = bundle.features
     listed = _utterances(folder, given_features=config.kind == "given")
@@ -70,12 +55,26 @@ def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> Sco
     if dim != expected:
         raise DataError(f"{folder} has {dim} features per frame, but the model expects {expected}; use "
                         "features of the kind that it was trained on.")
-    adapted = zip(_adapted(bundle, speech, find_path), _sides(bundle, speech), strict=True)
-    logliks = tuple(bundle.log_likelihoods(np.asarray(x_TD), side) for x_TD, side in adapted)
+    features = speech.split_features()
+    sides: list[Side | None] = [None] * len(speech.texts)
+    if bundle.adaptation is not None:
+        # of all utterances of a speaker at once
+        for numbers in speech.utterances_by_speaker().values():
+            found = bundle.adaptation.adapt_speaker([features[u] for u in numbers],
+                                                    find_path or bundle.find_path,
+                                                    bundle.log_likelihoods)
+            for u, x_TD in zip(numbers, found, strict=True):
+                features[u] = x_TD
+    if bundle.ivectors is not None:
+        period = bundle.ivectors.front.config.period
+        rows = extract(speech, bundle.ivectors, most_utterances=0)
+        sides = [Side(rows_RS, (np.arange(length) // period).astype(np.int32))
+                 for rows_RS, length in zip(rows, np.diff(speech.frames.offsets), strict=True)]
+    logliks = tuple(bundle.log_likelihoods(np.asarray(x_TD), side) for x_TD, side in zip(features, sides, strict=True))
     return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, logliks)
 
 
-def _utterances(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
+def _utterances(folder: Path, *, given_features: bool) -> Sequence[data_dir.UtteranceEntry]:
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; use a Kaldi data directory, or a folder with "
                         "recordings.jsonl.gz and supervisions.jsonl.gz of lhotse.")
@@ -88,28 +87,3 @@ def _utterances(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntr
         return found
     raise DataError(f"{folder} contains neither text of Kaldi nor manifests of lhotse; use a folder with "
                     "text, utt2spk and wav.scp, or with recordings.jsonl.gz and supervisions.jsonl.gz.")
-
-
-def _adapted(bundle: Bundle, speech: SpeechSet,
-             find_path: FindPath | None) -> list[npt.NDArray[np.float32]]:
-    """The features of each utterance, adapted to its speaker where the model does that."""
-    features = speech.split_features()
-    if bundle.adaptation is None:
-        return features
-    adapted = list(features)
-    for numbers in speech.utterances_by_speaker().values():
-        spoken = [features[number] for number in numbers]
-        found = bundle.adaptation.adapt_speaker(spoken, find_path or bundle.find_path, bundle.log_likelihoods)
-        for number, x_TD in zip(numbers, found, strict=True):
-            adapted[number] = x_TD
-    return adapted
-
-
-def _sides(bundle: Bundle, speech: SpeechSet) -> list[Side | None]:
-    """Return the i-vectors of each utterance, for a model with i-vectors."""
-    if bundle.ivectors is None:
-        return [None] * len(speech.texts)
-    period = bundle.ivectors.front.config.period
-    rows = extract(speech, bundle.ivectors, most_utterances=0)
-    return [Side(rows_RS, (np.arange(length) // period).astype(np.int32))
-            for rows_RS, length in zip(rows, np.diff(speech.frames.offsets), strict=True)]

@@ -103,10 +103,7 @@ class Transcript:
 
 
 def as_text(transcript: Transcript, name: str = "") -> str:
-    """Format one line per segment with words, prefixed by `name` and the channel number.
-
-    The channel number is omitted for recordings with one channel.
-    """
+    """Format one line per segment with words, prefixed by `name` and, of several, the channel."""
     lines = []
     for segment in transcript.segments:
         label = f"{name} [{segment.channel}]".strip() if transcript.num_channels > 1 else name
@@ -123,10 +120,7 @@ def as_json(transcript: Transcript, name: str = "") -> str:
 
 
 def as_ctm(transcript: Transcript, name: str = "") -> str:
-    """Format lines "name channel start duration word confidence" of NIST, in seconds.
-
-    Spaces in the name become underscores.
-    """
+    """Format lines "name channel start duration word confidence" of NIST; spaces become _."""
     name = "_".join(name.split()) or "-"
     return "".join(f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} "
                    f"{word.word} {word.confidence:.3f}\n"
@@ -149,17 +143,13 @@ FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt}
 
 
 def _segment_json(segment: Segment) -> dict[str, Any]:
-    hypotheses = []
-    for one in segment.hypotheses:
-        words = [{"word": word.word, **_times(word), "confidence": round(word.confidence, 4)}
-                 for word in one.words]
-        hypotheses.append({"text": " ".join(word.word for word in one.words),
-                           "cost": one.cost if one.words else None, "words": words})
-    return {"channel": segment.channel, **_times(segment), "hypotheses": hypotheses}
-
-
-def _times(part: Word | Segment) -> dict[str, float]:
-    return {"start_s": round(part.start_s, 3), "end_s": round(part.end_s, 3)}
+    def times(part: Word | Segment) -> dict[str, float]:
+        return {"start_s": round(part.start_s, 3), "end_s": round(part.end_s, 3)}
+    hypotheses = [{
+        "text": " ".join(word.word for word in one.words), "cost": one.cost if one.words else None,
+        "words": [{"word": word.word, **times(word), "confidence": round(word.confidence, 4)}
+                  for word in one.words]} for one in segment.hypotheses]
+    return {"channel": segment.channel, **times(segment), "hypotheses": hypotheses}
 
 
 def _captions(words: Iterable[Word]) -> Iterator[list[Word]]:
@@ -176,6 +166,5 @@ def _captions(words: Iterable[Word]) -> Iterator[list[Word]]:
 
 
 def _clock(seconds: float) -> str:
-    milliseconds = round(1000 * seconds)
-    minutes, rest = divmod(milliseconds, 60_000)
+    minutes, rest = divmod(round(1000 * seconds), 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02},{rest % 1000:03}"

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from ngsgd.files import open_regular
 
-# decompressed size that is accepted for files of any size
-ALWAYS_BYTES = 256 << 20
+ALWAYS_BYTES = 256 << 20  # decompressed size that is accepted for files of any size
 # beyond that: decompressed bytes per byte of the file; alignments and JSON have 5 to 25
 MAX_RATIO = 64
 # of one recording in an archive; those of FSDD and yesno have 0.1 MB
@@ -44,11 +43,8 @@ class UnpackError(OSError):
 
 
 def gunzip(path: Path) -> bytes:
-    """Return the content of a .gz file.
-
-    Raises:
-        OSError: the file cannot be read or is not a regular file.
-        UnpackError: the file is damaged, or expands too much.
+    """Return the content of a .gz file. Raises OSError if the file cannot be read or is not a
+    regular file. Raises UnpackError if the file is damaged, or expands too much.
     """
     content = io.BytesIO()
     with open_regular(path) as file:
@@ -70,11 +66,7 @@ def limit(packed_bytes: int) -> int:
     return max(ALWAYS_BYTES, MAX_RATIO * packed_bytes)
 
 
-# Archives -----------------------------------------------------------------------------------------
-
-
 def _mapped_member(file: BinaryIO, name: str) -> npt.NDArray[Any]:
-    """Unpack a member of a .npz file and map it."""
     with zipfile.ZipFile(file) as archive, archive.open(name) as packed, tempfile.TemporaryFile() as unpacked:
         version = np.lib.format.read_magic(packed)
         if version != (1, 0):
@@ -92,12 +84,8 @@ def _mapped_member(file: BinaryIO, name: str) -> npt.NDArray[Any]:
 
 
 def members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
-    """Yield (file name, content) of regular files in a tar or zip archive with the given suffix.
-
-    Links, devices and folders are skipped, and nothing is written.
-
-    Raises:
-        OSError: the file cannot be read, is damaged, or expands beyond the limits.
+    """Yield (file name, content) of regular files in a tar or zip archive with the given suffix;
+    nothing is written. Raises OSError if the file cannot be read, is damaged, or expands too much.
     """
     try:
         with open_regular(path) as file:
@@ -164,12 +152,8 @@ class _Bounded:
 
 
 def load_npz(path: Path, *, mapped: Collection[str] = ()) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a .npz file; Python objects are rejected.
-
-    Arrays named in `mapped` are unpacked to an unnamed temporary file and mapped from it.
-
-    Raises:
-        OSError: the file cannot be read, is damaged, or expands beyond the limit.
+    """Return the arrays of a .npz file without Python objects; those in `mapped` are mapped from an
+    unnamed file. Raises OSError if it cannot be read, is damaged, or expands beyond the limit.
     """
     try:
         with open_regular(path) as file:

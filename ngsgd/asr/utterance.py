@@ -9,14 +9,11 @@ import numpy.typing as npt
 
 # of the generated corpora; others have features.sample_rate_hz
 SAMPLE_RATE_HZ = 8000
-# samples at that rate: 10 ms
-FRAME_SHIFT = 80
-# placeholder for an unknown pdf id
-UNALIGNED = -1
+FRAME_SHIFT = 80  # samples at that rate: 10 ms
+UNALIGNED = -1  # placeholder for an unknown pdf id
 
 Samples = npt.NDArray[np.int16]
-# at 16-bit scale
-Audio = Samples | npt.NDArray[np.float32]
+Audio = Samples | npt.NDArray[np.float32]  # at 16-bit scale
 PdfIds = npt.NDArray[np.int32]
 
 

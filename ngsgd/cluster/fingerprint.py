@@ -1,8 +1,7 @@
 """The numeric fingerprint of a process: everything that determines its results bitwise.
 
 The settings and the data of the run are not part of it. Two processes with equal fingerprints
-compute bitwise identical results from equal inputs. If fingerprints differ, results agree only up
-to rounding, or come from other code. `Fingerprint.differences` lists the differences.
+compute bitwise identical results from equal inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError
 from ngsgd.files import read_json, sealed, unsealed, write_text
+from ngsgd.interface import option
 from ngsgd.ops import fisher_projection, nonlinearities
+from ngsgd.ops.device import triton_kernels
 from ngsgd.ops.kernels import native
 
-# `Fingerprint` has a field with the name of the module
-_Device = torch.device
+_Device = torch.device  # `Fingerprint` has a field with the name of the module
 NO_KERNEL = "none: torch operations"
 _TOLD = f"{native.VARIABLE} is torch"
 # environment variables that make MKL, oneDNN, ATen or CUDA run other code
 _SETTINGS = (
     "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC", "OMP_DYNAMIC",
     "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "CUBLAS_WORKSPACE_CONFIG")
+    "DNNL_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 # kernel source -> (whether this process uses it, path), for `kernels`
 _KERNELS: Mapping[str, tuple[Callable[[], bool], Path]] = {
     module.SOURCE.name: (module.is_native, module.SOURCE)
@@ -59,23 +59,18 @@ _SHOWN = 12   # characters of a digest
 class Fingerprint:
     """Values that determine results bitwise; an empty field is unknown and equals any value."""
 
-    # SHA-256 of the *.py and *.cpp files of this package
-    code: str = ""
+    code: str = ""  # SHA-256 of the *.py and *.cpp files of this package
     torch: str = ""       # version
     numpy: str = ""       # version
-    # vendor, family and model
-    processor: str = ""
-    # vector instructions that ATen uses: AVX512, AVX2, DEFAULT, ...
-    capability: str = ""
-    # set variables of `_SETTINGS`, and settings of torch
-    settings: Mapping[str, str] | None = None
+    processor: str = ""  # vendor, family and model
+    capability: str = ""  # vector instructions that ATen uses: AVX512, AVX2, DEFAULT, ...
+    settings: Mapping[str, str] | None = None  # set variables of `_SETTINGS`, and settings of torch
     # C++ file -> source, flags and compiler, or NO_KERNEL
     kernels: Mapping[str, str] = field(default_factory=dict)
-    # cpu, or the name of the GPU, the version of CUDA, and the backend that sums over ranks
+    # cpu, or the name of the GPU, versions of CUDA and Triton, and the backend that sums over ranks
     device: str = ""
     threads: int = 0      # per worker
-    # cluster.precision
-    precision: str = ""
+    precision: str = ""  # cluster.precision
     # C++ file -> why this process cannot use it; for messages
     problems: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -88,18 +83,24 @@ class Fingerprint:
         """
         used = kernels()
         problems = {name: native.problems.get(name, "" if native.is_allowed() else _TOLD) for name in used}
+        settings = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+        # workers set it for tf32, and the coordinator does not
+        if precision != "tf32" and (matmul := torch.get_float32_matmul_precision()) != "highest":
+            settings["float32_matmul_precision"] = matmul
+        if not torch.backends.mkldnn.enabled:
+            settings["torch.backends.mkldnn.enabled"] = "False"
+        name = "" if device is None else device.type
+        if device is not None and name == "cuda":
+            ranks = f", ranks by {summed_by}" if summed_by else ""
+            kernels_of_gpu = f"Triton {triton_kernels.version() or 'none'}"
+            name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {kernels_of_gpu}{ranks}"
         return cls(code_digest(), torch.__version__, np.__version__, processor(),
-                   native.capability(), _settings(precision), used,
-                   "" if device is None else _name_of(device, summed_by), num_threads, precision,
-                   {name: problem for name, problem in problems.items() if problem})
+                   native.capability(), settings, used, name, num_threads, precision,
+                   {file: problem for file, problem in problems.items() if problem})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """Read values of `to_json`; unknown fields are ignored, and missing fields stay unknown.
-
-        Raises:
-            TypeError: a value has another type.
-        """
+        """Read values of `to_json`, without unknown fields; raise TypeError for other types."""
         known = {spec.name: values[spec.name] for spec in fields(cls) if spec.compare and spec.name in values}
         for name, value in known.items():
             kind = {"threads": int, "settings": dict, "kernels": dict}.get(name, str)
@@ -127,35 +128,31 @@ class Fingerprint:
 
     def completed_by(self, other: Fingerprint) -> Fingerprint:
         """Fill unknown values from another fingerprint."""
-        return replace(other,
-                       **{spec.name: mine for spec in fields(self)
-                          if (mine := getattr(self, spec.name))})
+        own = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return replace(other, **{name: mine for name, mine in own.items() if mine})
 
-    def differences(self, other: Fingerprint, there: str = "in the run",
-                    here: str = "here") -> list[str]:
+    def differences(self, other: Fingerprint, there: str = "in the run", here: str = "here") -> list[str]:
         """Return one line for each difference: both values, and the consequence.
 
         `there` names this fingerprint, `here` the other.
         """
-        return [f"{what}: {mine} {there}, {theirs} {here}: {meaning}"
-                for what, mine, theirs, meaning in self._compared(other)]
-
-    def _compared(self, other: Fingerprint) -> Iterator[tuple[str, str, str, str]]:
+        found = list[tuple[str, str, str, str]]()
         for name, meaning in _MEANINGS.items():
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine and theirs and mine != theirs:
-                yield name, _shown(name, mine), _shown(name, theirs), meaning
+                found.append((name, _shown(name, mine), _shown(name, theirs), meaning))
         if self.settings is not None and other.settings is not None:
             for name in sorted(self.settings.keys() | other.settings.keys()):
                 mine, theirs = self.settings.get(name, "unset"), other.settings.get(name, "unset")
                 if mine != theirs:
-                    yield name, mine, theirs, f"libraries run other code, {_ROUNDING}"
+                    found.append((name, mine, theirs, f"libraries run other code, {_ROUNDING}"))
         for name in sorted(self.kernels.keys() & other.kernels.keys()):
-            mine, theirs = self.kernels[name], other.kernels[name]
-            if mine != theirs:
-                problems = self.problems.get(name), other.problems.get(name)
-                yield (f"kernel {name}", _compilation(mine, problems[0]), _compilation(theirs, problems[1]),
-                       f"sums run in another order, {_ROUNDING}")
+            if self.kernels[name] != other.kernels[name]:
+                mine = _compilation(self.kernels[name], self.problems.get(name))
+                theirs = _compilation(other.kernels[name], other.problems.get(name))
+                meaning = f"sums run in another order, {_ROUNDING}"
+                found.append((f"kernel {name}", mine, theirs, meaning))
+        return [f"{what}: {mine} {there}, {theirs} {here}: {meaning}" for what, mine, theirs, meaning in found]
 
 
 class Agreement:
@@ -168,8 +165,8 @@ class Agreement:
             own. Default: None, each process decides.
     """
 
-    def __init__(self, wanted: Fingerprint | None = None, *,
-                 allow_other_bits: bool = False, has_kernels: bool | None = None) -> None:
+    def __init__(self, wanted: Fingerprint | None = None, *, allow_other_bits: bool = False,
+                 has_kernels: bool | None = None) -> None:
         self.wanted = wanted or Fingerprint()
         self.has_kernels = has_kernels
         self.found: Fingerprint | None = None   # of the first worker
@@ -177,10 +174,7 @@ class Agreement:
         self._accepted: list[str] = []
 
     def refusal(self, worker: Fingerprint, here: str = "here") -> str:
-        """Return why a worker with this fingerprint is rejected; empty if it is accepted.
-
-        `here` names the worker.
-        """
+        """Return why a worker, named `here`, is rejected; empty if it is accepted."""
         self.found = self.found or worker
         differences = self.wanted.differences(worker, here=here)
         if self.has_kernels:
@@ -213,13 +207,12 @@ class FingerprintFile:
         history = self._history()
         return Fingerprint.from_json(history[-1]["fingerprint"]) if history else None
 
-    def append(self, fingerprint: Fingerprint, outer_iter: int,
-               differences: Sequence[str] = ()) -> None:
+    def append(self, fingerprint: Fingerprint, outer_iter: int, differences: Sequence[str] = ()) -> None:
         """Add the fingerprint that is valid from outer iteration `outer_iter`."""
         entry = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outer_iter": outer_iter,
                  "differences": list(differences), "fingerprint": fingerprint.to_json()}
-        write_text(self.path, json.dumps(sealed("fingerprint", {"history": [*self._history(), entry]}),
-                                         indent=1) + "\n")
+        content = sealed("fingerprint", {"history": [*self._history(), entry]})
+        write_text(self.path, json.dumps(content, indent=1) + "\n")
 
     def _history(self) -> list[dict[str, Any]]:
         try:
@@ -229,9 +222,9 @@ class FingerprintFile:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{self.path} is damaged; remove it to resume without comparing "
-                                  "the machine and versions with those of the start of the "
-                                  "run.") from error
+            raise CheckpointError(f"{self.path} is damaged; restore it from a copy, or remove it and resume with "
+                                  f"{option('allow-other-bits')}, which compares neither machine nor versions with those "
+                                  "of the start of the run.") from error
         return list(history)
 
 
@@ -262,10 +255,10 @@ def kernels() -> dict[str, str]:
 
 
 def why_no_kernels(report: Callable[[str], object]) -> str:
-    """Load or compile the kernels before a run; return why it must use torch operations.
+    """Load or compile the kernels before a run, and report that it compiles.
 
-    `report` gets a line if it compiles. The result is empty if every kernel of this processor can
-    be used.
+    Returns:
+        Why the run must use torch operations; empty if this processor can use every kernel.
     """
     if not native.is_allowed():
         return _TOLD
@@ -291,26 +284,9 @@ def processor() -> str:
     return f"{platform.machine()} {platform.processor()}".strip()
 
 
-def _settings(precision: str) -> dict[str, str]:
-    found = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
-    # workers set it for tf32, and the coordinator does not
-    if precision != "tf32" and (matmul := torch.get_float32_matmul_precision()) != "highest":
-        found["float32_matmul_precision"] = matmul
-    if not torch.backends.mkldnn.enabled:
-        found["torch.backends.mkldnn.enabled"] = "False"
-    return found
-
-
-def _name_of(device: _Device, summed_by: str) -> str:
-    if device.type != "cuda":
-        return device.type
-    ranks = f", ranks by {summed_by}" if summed_by else ""
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}{ranks}"
-
-
-def _shown(name: str, value: object) -> str:
+def _shown(name: str, value: Any) -> str:
     if name == "threads":
-        return f"{value} thread{'' if int(str(value)) == 1 else 's'}"
+        return counted(value, "thread")
     return str(value)[:_SHOWN] if name == "code" else str(value)
 
 

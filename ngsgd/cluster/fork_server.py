@@ -1,25 +1,21 @@
 """Non-blocking start of worker processes by the fork server of multiprocessing.
 
-A thread requests processes from the fork server, because the answer may never arrive: a fork server
-can be stopped or starved like any other process. Callers continue meanwhile, and kill a fork server
-that does not answer.
+A thread requests processes from the fork server, because the answer may never arrive. Callers
+continue meanwhile, and kill a fork server that does not answer.
 
-The kernel ends all processes of a run when the coordinator is killed, at any instruction and also
-if they are stopped:
+The kernel ends all processes of a run when the coordinator is killed, also if they are stopped:
 
 - The fork server gets SIGKILL when the coordinator ends, and workers when the fork server ends
   (PR_SET_PDEATHSIG, which each sets first). The resource tracker of multiprocessing gets SIGCONT,
   and ends when its clients are gone.
 - The fork server and the tracker lead separate process groups from before their first instruction.
-  When the coordinator ends, these groups are orphaned. The kernel sends SIGHUP and SIGCONT to an
-  orphaned group that has a stopped member. A process that was stopped before it could set anything
-  therefore ends as well.
+  The kernel sends SIGHUP and SIGCONT to a group that is orphaned and has a stopped member. So a
+  process that was stopped before it could set anything ends as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import signal
@@ -33,33 +29,26 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
 from typing import Any
 
-_PRELOAD = ["ngsgd.cluster.newborn", "__main__", "ngsgd.cluster.worker_process",
-            "ngsgd.cluster.preloaded"]
+_PRELOAD = ["ngsgd.cluster.newborn", "__main__", "ngsgd.cluster.worker_process", "ngsgd.cluster.preloaded"]
 _PACKAGE = "ngsgd."
-# time in which a killed fork server ends
-_GONE_S = 0.5
+_GONE_S = 0.5  # time in which a killed fork server ends
+_servers: dict[int, ForkServer] = {}  # by process, because a fork inherits this module
 
 
 class ForkedProcess:
-    """A process requested from the fork server.
-
-    `kill` and `exit_code` work at any time, `pid` once the process exists.
-    """
+    """A process requested from the fork server; it has a `pid` once it exists."""
 
     def __init__(self, process: ForkServerProcess, theirs: socket.socket) -> None:
         self.pid: int | None = None
-        # reason why it could not be started
-        self.failure = ""
+        self.failure = ""  # reason why it could not be started
         # the fork server ended before it could report how this process ended
         self.is_orphan = False
         self._process = process
-        # the child's end of the connection; closed here after the start
-        self._theirs = theirs
+        self._theirs = theirs  # the child's end of the connection; closed here after the start
         self._popen: Popen | None = None
         self._code: int | None = None
         self._is_unwanted = False
-        # set when the process has started or failed to start
-        self._is_settled = threading.Event()
+        self._is_settled = threading.Event()  # set when the process has started or failed to start
 
     def begin(self) -> None:
         """Send the request to the fork server and wait for the answer."""
@@ -86,9 +75,7 @@ class ForkedProcess:
             _kill(self.pid)
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """Return the exit code reported by the fork server; None if there is none within the
-        time.
-        """
+        """Return the exit code from the fork server; None if there is none within the time."""
         deadline = time.monotonic() + timeout_s
         if not self._is_settled.wait(timeout_s):
             return None
@@ -103,10 +90,9 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts processes one after another, in a thread that lives as long as this process.
+    """Starts processes in a thread that lives as long as this process.
 
-    The thread also starts the fork server, since the kernel ends the fork server together with the
-    thread that started it.
+    The kernel ends the fork server together with the thread that started it.
     """
 
     def __init__(self) -> None:
@@ -114,8 +100,7 @@ class ForkServer:
         self._thread: threading.Thread | None = None
         self._num_begun = 0
         self._num_done = 0
-        # process id of the fork server that answered last
-        self._served = 0
+        self._served = 0  # process id of the fork server that answered last
         self._lock = threading.Lock()
         self._context = get_context("forkserver")
 
@@ -123,7 +108,7 @@ class ForkServer:
                modules: Sequence[str] = ()) -> ForkedProcess:
         """Begin to start a process; takes ownership of `theirs`, which is one of the arguments.
 
-        A new fork server first imports the modules, so that its processes start without them.
+        A new fork server first imports the modules.
         """
         self._context.set_forkserver_preload([*_PRELOAD, *modules])
         found = ForkedProcess(self._context.Process(target=target, args=tuple(arguments), name=name, daemon=True), theirs)
@@ -141,9 +126,7 @@ class ForkServer:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the running fork server has started a process before, so that torch is
-        imported.
-        """
+        """Whether the running fork server has started a process, and so has imported torch."""
         return self._served != 0 and self._served == read_process_id()
 
     def end(self) -> None:
@@ -160,9 +143,13 @@ class ForkServer:
                 self._num_done += 1
             if one.pid is not None:
                 self._served = read_process_id()
-            elif one.failure:
-                # otherwise the next request may go to a fork server that is about to end
-                _wait_until_gone(read_process_id())
+            elif one.failure and (process_id := read_process_id()):
+                # otherwise the next request may go to a fork server that is about to end;
+                # multiprocessing still collects its exit status
+                deadline, how = time.monotonic() + _GONE_S, os.WEXITED | os.WNOWAIT | os.WNOHANG
+                with contextlib.suppress(ChildProcessError):
+                    while os.waitid(os.P_PID, process_id, how) is None and time.monotonic() < deadline:
+                        time.sleep(0.01)
             # closes its descriptors if nothing else uses them
             del one
 
@@ -175,16 +162,9 @@ def modules_of(*objects: object) -> list[str]:
     return sorted({name for one in objects if (name := str(getattr(one, "__module__", ""))).startswith(_PACKAGE)})
 
 
-@functools.cache
-def _of_process(process_id: int) -> ForkServer:
-    return ForkServer()
-
-
 def fork_server() -> ForkServer:
-    """The fork server of this process, shared by all pools because importing torch takes
-    seconds.
-    """
-    return _of_process(os.getpid())
+    """The fork server of this process, shared by all pools because it imports torch."""
+    return _servers.setdefault(os.getpid(), ForkServer())
 
 
 def read_process_id() -> int:
@@ -196,15 +176,6 @@ def _kill(process_id: int | None) -> None:
     with contextlib.suppress(ProcessLookupError):
         if process_id:
             os.kill(process_id, signal.SIGKILL)
-
-
-def _wait_until_gone(process_id: int) -> None:
-    """Wait briefly for the fork server to end; multiprocessing still collects its exit status."""
-    deadline = time.monotonic() + _GONE_S
-    how = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    with contextlib.suppress(ChildProcessError):
-        while process_id and os.waitid(os.P_PID, process_id, how) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -221,8 +192,7 @@ def _own_process_groups() -> Iterator[None]:
 def _spawn_guarded(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """Replacement of multiprocessing.util.spawnv_passfds: the program ends with this process."""
     *words, program = [os.fsdecode(word) for word in arguments]
-    # the resource tracker ends and cleans up when all its clients have ended; it must only not be
-    # stopped
+    # the resource tracker cleans up and ends after all its clients; it must only not be stopped
     is_tracker = "resource_tracker" in program
     guard = (f"import ctypes, os, signal; ctypes.CDLL(None).prctl(1, {int(signal.SIGCONT if is_tracker else signal.SIGKILL)}); "
              f"os.getppid() == {os.getpid()} or os._exit(1); ")

@@ -1,9 +1,8 @@
 """Workers that are groups of processes, which sum their gradients in every step.
 
-Each rank trains on different minibatches. Within a group parameters are always equal, as with
-DistributedDataParallel. Between groups they are averaged, as between ordinary workers. The
-coordinator communicates only with rank 0, which starts the other ranks on its machine and passes
-jobs to them. If a rank dies, the job fails and is retried with new ranks.
+Each rank trains on different minibatches, with equal parameters as in DistributedDataParallel.
+The coordinator communicates only with rank 0, which starts the other ranks on its machine and
+passes jobs to them. If a rank dies, the job fails and is retried with new ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from ngsgd.cluster.exchange.process_group import Backend, Group, join
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
 from ngsgd.cluster.fingerprint import NO_KERNEL, Fingerprint, kernels
-from ngsgd.cluster.fork_server import ForkedProcess, fork_server
+from ngsgd.cluster.fork_server import fork_server
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
 from ngsgd.cluster.process import configure_process
@@ -41,8 +40,7 @@ from ngsgd.training.worker import Place, Worker, never, np_empty
 _LOCALHOST = "127.0.0.1"
 # a member that hangs longer ends the job; the coordinator's deadline for a minibatch is shorter
 _HANGS_S = 1800.0
-# time for the error of a rank to arrive after its connections broke
-_REASON_S = 2.0
+_REASON_S = 2.0  # time for the error of a rank to arrive after its connections broke
 # placeholder for parameters that are transferred separately
 _NOTHING = LocalRef(np.empty(0, dtype=np.float32))
 
@@ -57,8 +55,7 @@ class _RankSetup:
     num_threads: int
     port: int
     secret: bytes
-    # C++ kernels of rank 0
-    kernels: Mapping[str, str]
+    kernels: Mapping[str, str]  # C++ kernels of rank 0
 
 
 class GroupRanks(Ranks):
@@ -73,41 +70,40 @@ class GroupRanks(Ranks):
         if self.rank == 0:
             vector.copy_(torch.from_numpy(read()))
         # the other ranks add zeros, which preserves every bit except the sign of zeros
-        return self._sum(vector.to(self._device)).cpu().numpy()
+        return self.sum_in_place(vector.to(self._device)).cpu().numpy()
 
     def sum_gradients(self, model: nn.Module, num_examples: int) -> int:
         params = [p for p in model.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(p) if p.grad is None else dense(p.grad) for p in params]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._sum(flat)
+        self.sum_in_place(flat)
         for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
             p.grad = part.view(p.shape)
         counts = torch.tensor([num_examples], dtype=torch.int64, device=self._device)
-        return int(self._sum(counts))
+        return int(self.sum_in_place(counts))
 
     def sum_(self, values: Sequence[Tensor]) -> None:
-        total = self._sum(torch.stack(list(values)))
+        total = self.sum_in_place(torch.stack(list(values)))
         for value, found in zip(values, total, strict=True):
             value.copy_(found)
 
     def any(self, flag: bool) -> bool:
-        return bool(self._sum(torch.tensor([int(flag)], device=self._device)))
+        return bool(self.sum_in_place(torch.tensor([int(flag)], device=self._device)))
 
     def require_equal(self, model: nn.Module) -> None:
         """Raise ClusterError if the parameters of the ranks differ."""
         own = torch.stack([p.detach().double().sum() for p in model.parameters() if p.requires_grad]).sum()[None]
-        total = self._sum(own.clone())
+        total = self.sum_in_place(own.clone())
         # rounding of the sum over the ranks
         if bool((total - self.size * own).abs() > 1e-12 * total.abs()):
-            raise ClusterError("the parameters of the ranks of a group differ, because an "
-                               "optimizer setting uses the minibatch of one rank; set "
-                               "cluster.ranks_per_worker=1.")
+            raise ClusterError("the parameters of the ranks of a group differ, because an optimizer setting uses the "
+                               "minibatch of one rank; set cluster.ranks_per_worker=1.")
 
     def close(self) -> None:
         """Leave the group, so that the other ranks fail immediately."""
         self._group.close()
 
-    def _sum(self, tensor: Tensor) -> Tensor:
+    def sum_in_place(self, tensor: Tensor) -> Tensor:
         self._group.all_reduce(tensor, time.monotonic() + _HANGS_S)
         return tensor
 
@@ -140,9 +136,8 @@ class GroupWorker(Worker):
         self._rendezvous = Rendezvous(_LOCALHOST, secret, revokes=is_nccl)
         size = self.ranks.size
         try:
-            self._others = [_OtherRank(_RankSetup(self._spec, self.index, rank, torch.get_num_threads(), self._rendezvous.port,
-                                                  secret, kernels()))
-                            for rank in range(1, size)]
+            self._others = [_OtherRank(_RankSetup(self._spec, self.index, rank, torch.get_num_threads(),
+                                                  self._rendezvous.port, secret, kernels())) for rank in range(1, size)]
             group = _joined(self._spec, 0, self._rendezvous.port, secret, self.device)
         except Exception as error:
             raise self._end(error) from error
@@ -172,10 +167,8 @@ class _OtherRank:
 
     def __init__(self, setup: _RankSetup) -> None:
         ours, theirs = socket.socketpair()
-        self.rank = setup.rank
-        self.messages = Messages(ours)
-        name = f"ngsgd-worker-{setup.index}-rank-{setup.rank}"
-        self._process: ForkedProcess = fork_server().launch(serve_rank, (theirs,), theirs, name)
+        self.rank, self.messages = setup.rank, Messages(ours)
+        self._process = fork_server().launch(serve_rank, (theirs,), theirs, f"ngsgd-worker-{setup.index}-rank-{setup.rank}")
         self.messages.send(setup)
 
     def end(self) -> Exception | None:
@@ -209,29 +202,23 @@ def serve_rank(connection: socket.socket) -> None:
         setup = messages.receive()
         assert isinstance(setup, _RankSetup)
         configure_process(setup.num_threads, set(setup.kernels.values()) != {NO_KERNEL})
-        _serve_jobs(messages, setup)
+        worker = Worker(setup.spec, setup.index, _not_connected(setup.spec, setup.rank))
+        group = _joined(setup.spec, setup.rank, setup.port, setup.secret, worker.device)
+        worker.ranks = GroupRanks(setup.rank, worker.ranks.size, group, worker.device)
+        # after the connection: rank 0 finds the reason of an end only then
+        own = Fingerprint.of_this_process(setup.num_threads)
+        if differing := Fingerprint(kernels=setup.kernels).differences(own, "in rank 0", f"in rank {setup.rank}"):
+            raise none_agrees("; ".join(differing))
+        while True:
+            job = messages.receive()
+            assert isinstance(job, Job)
+            worker.train(job)
     except Disconnected:
         sys.exit(0)
     except Exception as error:
         with contextlib.suppress(Disconnected):
             messages.send(error)
         sys.exit(1)
-
-
-def _serve_jobs(messages: Messages, setup: _RankSetup) -> None:
-    size = setup.spec.settings.cluster.ranks_per_worker
-    ranks = _not_connected(setup.spec, setup.rank)
-    worker = Worker(setup.spec, setup.index, ranks)
-    group = _joined(setup.spec, setup.rank, setup.port, setup.secret, worker.device)
-    worker.ranks = GroupRanks(setup.rank, size, group, worker.device)
-    # after the connection: rank 0 finds the reason of an end only then
-    if differing := Fingerprint(kernels=setup.kernels).differences(Fingerprint.of_this_process(setup.num_threads), "in rank 0",
-                                                                   f"in rank {setup.rank}"):
-        raise none_agrees("; ".join(differing))
-    while True:
-        job = messages.receive()
-        assert isinstance(job, Job)
-        worker.train(job)
 
 
 def make_worker(spec: TaskSpec, index: int) -> Worker:
@@ -242,9 +229,8 @@ def make_worker(spec: TaskSpec, index: int) -> Worker:
 def backend_of(device: torch.device, num_ranks: int) -> Backend:
     """NCCL if every rank of a group has a separate GPU, else gloo.
 
-    gloo transfers CUDA tensors through host memory. The visible GPUs are assigned round-robin to
-    the ranks of a group; NCCL rejects two ranks on one GPU. A process sees at most one MIG
-    instance, so ranks on MIG instances use gloo.
+    The visible GPUs are assigned round-robin; NCCL rejects two ranks on one GPU. A process sees at
+    most one MIG instance, so ranks on MIG instances use gloo.
     """
     return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= num_ranks else "gloo"
 
@@ -261,6 +247,5 @@ def _joined(spec: TaskSpec, rank: int, port: int, secret: bytes, device: torch.d
         return join(backend_of(device, cluster.ranks_per_worker), _LOCALHOST, port, secret=secret, generation=0, rank=rank,
                     world_size=cluster.ranks_per_worker, timeout_s=cluster.wait_for_workers_s, device=device)
     except RuntimeError as error:
-        raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect "
-                           f"within cluster.wait_for_workers_s = {cluster.wait_for_workers_s:g}: "
-                           f"{error}; raise the timeout or see the log of the worker.") from error
+        raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect within cluster.wait_for_workers_s = "
+                           f"{cluster.wait_for_workers_s:g}: {error}; raise the timeout or see the log of the worker.") from error

@@ -12,26 +12,21 @@ from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.process import configure_process
 from ngsgd.cluster.restarts import none_agrees
 from ngsgd.errors import DamagedArchiveError
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer
 from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef, Outcome, VectorRef
-from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import never, np_empty
 from ngsgd.training.worker_pool import Retired
 
 
 class InProcessPool:
-    """Logical workers in this process, one job at a time.
-
-    Breakpoints work, and results are bitwise identical to those of any other pool.
-    """
+    """Logical workers in this process, one job at a time; breakpoints work."""
 
     def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int,
                  should_stop: Callable[[], bool] = never, agreement: Agreement | None = None) -> None:
-        self.spec = spec
-        self.num_workers = num_workers
-        self.num_threads = num_threads
-        self.should_stop = should_stop
-        self.agreement = agreement
+        self.spec, self.num_workers, self.num_threads = spec, num_workers, num_threads
+        self.should_stop, self.agreement = should_stop, agreement
         self._queue: deque[Job] = deque()
 
     def start(self) -> None:
@@ -54,8 +49,8 @@ class InProcessPool:
     def release(self, ref: VectorRef) -> None:
         pass
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
-        return None
+    def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo) -> bool:
+        return False
 
     def num_idle(self) -> int:
         return self.num_workers - len(self._queue)
@@ -98,4 +93,4 @@ class InProcessPool:
         self._queue.clear()
 
     def close(self) -> None:
-        self._queue.clear()
+        self.abandon()

@@ -1,7 +1,6 @@
 """Local SGD for custom training loops: ranks of torch.distributed that average parameters.
 
-B is the model that ranks start a round from, W the model that is evaluated; see
-`ngsgd.optim.outer`.
+B is the model that ranks start a round from, W the model to evaluate; see `ngsgd.optim.outer`.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ from ngsgd.optim.outer.rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
 # number of rounds passed to rules whose momentum depends on the length of the run
 _LONG_RUN = 1_000_000_000
-# whole numbers that float64 holds
-_MAX_SAMPLES = 2**53
+_MAX_SAMPLES = 2**53  # integers that float64 holds
 
 
 @dataclass
@@ -56,8 +54,7 @@ class _Round:
     # bits of the tensors that are followed, before the average, and those that it changes
     marks: dict[str, int] = field(default_factory=dict)
     written: list[Exchanged] = field(default_factory=list)
-    # a tensor of this rank that is not finite
-    bad: str = ""
+    bad: str = ""  # a tensor of this rank that is not finite
     is_bad: bool = False
     problem: ConfigError | None = None
 
@@ -130,17 +127,15 @@ class LocalSGD:
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, sync_every: int, outer: str | OuterRule = "bmuf",
                  process_group: dist.ProcessGroup | None = None, reset_optimizer: bool = False, timeout_s: float = 60.0) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise ConfigError("LocalSGD needs torch.distributed; call "
-                              "torch.distributed.init_process_group first.")
+            raise ConfigError("LocalSGD needs torch.distributed; call torch.distributed.init_process_group first.")
         if sync_every < 1:
             raise ConfigError(f"sync_every is {sync_every}; set it to at least 1.")
         if isinstance(outer, type) or (outer not in _RULES if isinstance(outer, str) else not hasattr(outer, "coefficients")):
             raise ConfigError(f"outer is {outer!r}; choose {', '.join(_RULES)}, or pass a rule of "
                               "ngsgd.optim.outer, such as DiLoCo(lr=0.5).")
         if not isinstance(outer, str) and hasattr(outer, "center"):
-            raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, but "
-                              f"ranks exchange only their mean; choose {', '.join(_RULES)}, or a "
-                              "rule of ngsgd.optim.outer without `center`.")
+            raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, but ranks exchange only their "
+                              f"mean; choose {', '.join(_RULES)}, or a rule of ngsgd.optim.outer without `center`.")
         own = {id(p) for p in model.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(f"the {type(optimizer).__name__} has no parameter of the model, so LocalSGD would "
@@ -152,9 +147,7 @@ class LocalSGD:
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
         self.rule = _RULES[outer]() if isinstance(outer, str) else outer
         self._reset = OptimizerReset(optimizer) if reset_optimizer else None
-        self.num_steps = 0
-        self.num_rounds = 0
-        self._num_samples = 0
+        self.num_steps = self.num_rounds = self._num_samples = 0
         self._numbers: dict[str, float] = {}
         self._excluded, self._reported = Counter[int](), Counter[int]()
         self._parts: list[Part] = []
@@ -182,7 +175,13 @@ class LocalSGD:
             try:
                 self._agree(own)
                 group.equalize(own.tensors, group.ranks[0])
-                _use_equal_kernels(group, no_kernels)
+                reasons = zip(group.ranks, group.gather_texts(no_kernels), strict=True)
+                lacking = [f"rank {rank}: {reason}" for rank, reason in reasons if reason]
+                if lacking:
+                    use_torch_operations()
+                if lacking and group.rank == group.ranks[0]:
+                    warn(f"all ranks use torch operations instead of C++ kernels ({'; '.join(lacking)}); install a C++ "
+                         "compiler there, or set NGSGD_KERNELS=torch on all ranks.")
             except ConfigError:
                 group.leave()
                 raise
@@ -294,7 +293,8 @@ class LocalSGD:
         try:
             trained = {key for part in self._parts for key in part.slices()}
             own.tensors = planned(self.model, trained, self._known)
-            own.parts, own.marks = parts_of(own.tensors, self.rule.buffers, self._parts), marks_of(own.followed)
+            own.parts = parts_of(own.tensors, self.rule.buffers, self._parts)
+            own.marks = marks_of(own.followed)
         except ConfigError as problem:
             own.problem = problem
             return own
@@ -353,14 +353,11 @@ class LocalSGD:
         return True
 
     def _agree(self, own: _Round) -> list[list[int]]:
-        """Exchange the plans of the ranks.
+        """Exchange the plans of the ranks; raise ConfigError if they differ or one is impossible.
 
         Returns:
             Of each rank: digest of the plan, whether it has a problem, completed rounds, samples of
             this round, whether values are not finite.
-
-        Raises:
-            ConfigError: a rank cannot take part, or plans differ.
         """
         rule = repr(self.rule) if is_dataclass(self.rule) else type(self.rule).__name__
         # fixed tensors may change in shape after the start
@@ -380,10 +377,8 @@ class LocalSGD:
         return headers
 
     def _means(self, own: _Round, counted: Sequence[int], weight: float) -> list[tuple[Exchanged, Tensor]]:
-        """Return the means of followed tensors that differ between ranks with samples.
-
-        If they are equal there, the other ranks get their values.
-        """
+        """Return the means of followed tensors that differ between ranks with samples, and
+        equalize the others."""
         followed, index = own.followed, self._group.ranks.index(self._group.rank)
         if not followed:
             return []
@@ -428,11 +423,7 @@ class LocalSGD:
         self._count([*own.followed, *frozen], {**own.marks, **marks_of([*own.written, *frozen])})
 
     def _caught_up(self, rounds: Sequence[int], own: _Round) -> bool:
-        """Send the state of the last average to ranks that missed it.
-
-        Returns:
-            True on these ranks, whose samples the average already contains.
-        """
+        """Send the state of the last average to ranks that missed it; return True on these."""
         newest = max(rounds)
         index = rounds.index(newest)
         source = self._group.ranks[index]
@@ -482,15 +473,3 @@ def _checked_samples(num_samples: Any) -> int:
         raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples!r}; give the number of samples of the step, a whole "
                             "number of at least 0.")
     return count
-
-
-def _use_equal_kernels(group: RankGroup, no_kernels: str) -> None:
-    """Use torch operations on all ranks if a rank cannot use C++ kernels, and warn on the first."""
-    lacking = {rank: reason for rank, reason in zip(group.ranks, group.gather_texts(no_kernels), strict=True) if reason}
-    if not lacking:
-        return
-    use_torch_operations()
-    if group.rank == group.ranks[0]:
-        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in lacking.items())
-        warn(f"all ranks use torch operations instead of C++ kernels ({listed}); install a C++ compiler there, or set "
-             "NGSGD_KERNELS=torch on all ranks.")

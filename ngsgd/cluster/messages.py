@@ -1,7 +1,4 @@
-"""Messages between the coordinator and a worker process over a socket, without blocking.
-
-A peer that stops in the middle of a message blocks nothing.
-"""
+"""Messages between the coordinator and a worker process; a peer that stops blocks nothing."""
 
 from __future__ import annotations
 
@@ -68,16 +65,17 @@ class Messages:
         return message[0]
 
     def arrived(self) -> list[Any]:
-        """Return the complete messages received so far; raise Disconnected if no more can
-        arrive.
-        """
+        """Return the messages received so far; raise Disconnected if no more can arrive."""
         found: list[Any] = []
         with contextlib.suppress(Disconnected):
             while self._is_readable():
                 self._read()
         while (message := self._take()) is not None:
             found.append(message[0])
-        if not found and self._is_closed():
+        if not found and self._is_readable():
+            with contextlib.suppress(OSError):
+                if self.connection.recv(1, socket.MSG_PEEK):
+                    return found
             raise Disconnected
         return found
 
@@ -89,14 +87,6 @@ class Messages:
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(0))
-
-    def _is_closed(self) -> bool:
-        if not self._is_readable():
-            return False
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except OSError:
-            return True
 
     def _read(self) -> None:
         try:

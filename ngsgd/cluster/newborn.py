@@ -19,8 +19,7 @@ _parent = 0
 def die_with_parent(parent: int) -> None:
     """Let the kernel end this process with its parent, and exit now if the parent is gone already.
 
-    The kernel acts when the thread ends that started this process. SIGKILL also ends a stopped
-    process.
+    The kernel acts when the thread ends that started this process, also if this one is stopped.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -14,16 +14,14 @@ import torch
 from ngsgd.ops.kernels import native
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3   # from malloc.h of glibc
-# bytes; the maximum that glibc accepts
-_LARGEST_FROM_HEAP = 32 << 20
-# bytes of freed memory kept at the end of the heap
-_KEPT = 1 << 30
+_LARGEST_FROM_HEAP = 32 << 20  # bytes; the maximum that glibc accepts
+_KEPT = 1 << 30  # bytes of freed memory kept at the end of the heap
 
 
 def configure_process(num_threads: int, has_kernels: bool | None = None) -> None:
     """Set the number of torch threads (it determines the order of sums) and keep freed memory.
 
-    Without `has_kernels` of the coordinator, torch operations compute here as they do there.
+    If the coordinator has no kernels, torch operations compute here as they do there.
     """
     torch.set_num_threads(num_threads)
     if has_kernels is False:
@@ -35,9 +33,8 @@ def configure_process(num_threads: int, has_kernels: bool | None = None) -> None
 def keep_freed_memory() -> bool:
     """Make the C library keep up to 1 GiB of freed memory; return False if it is not glibc.
 
-    Every step frees its gradients and the next one allocates them again. glibc returns such memory
-    to the system immediately, which then provides it again page by page. These thousands of page
-    faults per step cost NG-SGD up to 8 % of its time.
+    Every step frees its gradients, and the next one allocates them again. The page faults of memory
+    that glibc returned to the system cost NG-SGD up to 8 % of its time.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -47,8 +44,7 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) and mallopt(_M_TRIM_THRESHOLD, _KEPT))
 
 
-# fraction of a processor; waiting threads of Ray and of torch use less
-_BUSY = 0.02
+_BUSY = 0.02  # fraction of a processor; waiting threads of Ray and of torch use less
 # seconds; the kernel counts in steps of 10 ms, so two readings can differ by one step for nothing
 _COUNTED = 0.03
 
@@ -57,12 +53,9 @@ _COUNTED = 0.03
 class Activity:
     """What a process has used so far."""
 
-    # of the process and of its ended children
-    cpu_s: float
-    # on the clock of its machine
-    at_s: float
-    # such as a compiler
-    has_child: bool
+    cpu_s: float  # of the process and of its ended children
+    at_s: float  # on the clock of its machine
+    has_child: bool  # such as a compiler
 
     def is_busy(self, before: Activity | None) -> bool:
         """Whether the process did something since `before`, an earlier reading of it."""

@@ -1,8 +1,7 @@
 """A WorkerPool of processes on this machine, with parameters in shared memory.
 
 Deaths are detected immediately. Processes come from a fork server that has already imported torch,
-so a replacement is ready in tens of milliseconds. Every wait has a deadline, in case a worker, a
-starting worker or the fork server hangs.
+so a replacement is ready in tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from ngsgd import files
-from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
-from ngsgd.cluster.exchange.collective_client import Ending, exchange_of
-from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
+from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, StepRequest, StepShard
+from ngsgd.cluster.exchange.collective_client import Ending, Exchange
+from ngsgd.cluster.exchange.shared_memory import SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Agreement
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server, modules_of
 from ngsgd.cluster.groups import make_worker
@@ -37,16 +36,11 @@ from ngsgd.training.job import Job, JobFailure, JobResult
 from ngsgd.training.task import TaskSpec
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-# a start hangs after this many median start times
-_PATIENCE = 5.0
-# delay before another attempt to start
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0
-# lines of the log of a dead worker that a failure quotes
-_LAST_LINES = 50
-# time for the fork server to report how a process ended
-_STATUS_S = 1.0
-# time for all processes to end with the pool
-_CLOSE_S = 2.0
+_PATIENCE = 5.0  # a start hangs after this many median start times
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0  # delay before another attempt to start
+_LAST_LINES = 50  # lines of the log of a dead worker that a failure quotes
+_STATUS_S = 1.0  # time for the fork server to report how a process ended
+_CLOSE_S = 2.0  # time for all processes to end with the pool
 _REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -54,8 +48,7 @@ _REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class _Slot(Slot):
     process: ForkedProcess
     messages: Messages
-    # seconds that the process waits before it does anything
-    delay_s: float
+    delay_s: float  # seconds that the process waits before it does anything
     # seconds on the pool's clock; None until the fork server has forked it
     born: float | None = None
 
@@ -75,12 +68,12 @@ class ProcessPool(SlotPool[_Slot]):
         # (pending start, time since which it is pending)
         self._under_way: tuple[int | None, float] = (None, 0.0)
         if spec.settings.cluster.exchange == "collective":
-            self._exchange = exchange_of(spec.settings.cluster, "127.0.0.1")
+            self._exchange = Exchange("127.0.0.1", codec=spec.settings.cluster.codec)
 
     def start(self) -> None:
         if self.log_directory:
             self.log_directory.mkdir(parents=True, exist_ok=True)
-        self._start_workers()
+        self._start_workers(self.num_workers)
 
     def close(self) -> None:
         for slot in self._slots:
@@ -109,7 +102,7 @@ class ProcessPool(SlotPool[_Slot]):
     def _post(self, slot: _Slot, job: Job, snapshots: SharedSnapshotMemory | None) -> None:
         self._send(slot, JobAssignment(job, slot.places, snapshots))
 
-    def _request(self, slot: _Slot, question: MeanRequest | FetchRequest) -> None:
+    def _request(self, slot: _Slot, question: StepRequest | FetchRequest) -> None:
         self._send(slot, question)
 
     def _ask_to_stop(self, slot: _Slot) -> None:
@@ -144,9 +137,17 @@ class ProcessPool(SlotPool[_Slot]):
                     selector.register(slot.messages, _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
             happened = [key.data for key, _ in selector.select(timeout_s)]
         for slot in happened:
-            # otherwise the death of another worker ended this one
-            if self._slots[slot.index] is slot:
-                self._look_at(slot)
+            if self._slots[slot.index] is not slot:
+                # the death of another worker ended this one
+                continue
+            try:
+                # messages sent before the death come first
+                with contextlib.suppress(Disconnected):
+                    slot.messages.flush()
+                for message in slot.messages.arrived():
+                    self._receive(slot, message)
+            except Disconnected:
+                self._died(slot)
 
     def _end_starts_that_hang(self) -> None:
         """Kill workers that start much more slowly than others, and a fork server that hangs."""
@@ -161,13 +162,7 @@ class ProcessPool(SlotPool[_Slot]):
             slack_s = timeout_s * 2 ** len(slot.deaths)
             if self._clock.now - slot.born > slack_s:
                 self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
-        self._end_fork_server_that_hangs(timeout_s)
-
-    def _end_fork_server_that_hangs(self, timeout_s: float) -> None:
-        """Kill a fork server that does not answer, with all its workers.
-
-        Only the fork server can report how they end, or start others.
-        """
+        # only the fork server can report how workers end, or start others
         under_way = self._fork_server.under_way
         if under_way != self._under_way[0]:
             self._under_way = under_way, self._clock.now
@@ -183,22 +178,12 @@ class ProcessPool(SlotPool[_Slot]):
         self._fork_server.end()
         self._under_way = None, 0.0
 
-    def _look_at(self, slot: _Slot) -> None:
-        try:
-            # messages sent before the death come first
-            with contextlib.suppress(Disconnected):
-                slot.messages.flush()
-            for message in slot.messages.arrived():
-                self._receive(slot, message)
-        except Disconnected:
-            self._died(slot)
-
     def _receive(self, slot: _Slot, message: object) -> None:
         if isinstance(message, Ready):
             self._admit(slot, message.fingerprint)
             if slot.ready:
                 self._start_s.append(self._clock.now - (slot.born or self._clock.now))
-        elif isinstance(message, (MeanShard, GroupFailure, np.ndarray)):
+        elif isinstance(message, (StepShard, GroupFailure, np.ndarray)):
             self._answers[slot.index] = message
         elif isinstance(message, (JobResult, JobFailure)):
             self._take(slot, message)

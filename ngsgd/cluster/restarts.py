@@ -16,6 +16,7 @@ from ngsgd.training.job import JobFailure, Outcome
 from ngsgd.training.worker_pool import Retired
 
 _HOUR_S = 3600.0
+MAX_RESTARTS_PER_HOUR = 60  # of one worker, after which a run continues without it
 
 
 class Restarts:
@@ -24,8 +25,7 @@ class Restarts:
     def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_hour = per_hour
         self._clock = clock
-        # worker -> times of its restarts
-        self._times: dict[int, deque[float]] = defaultdict(deque)
+        self._times: dict[int, deque[float]] = defaultdict(deque)  # worker -> times of its restarts
         self._retired: list[Retired] = []
         self._reported: list[Retired] = []
 
@@ -35,11 +35,10 @@ class Restarts:
         while times and times[0] <= now - _HOUR_S:
             times.popleft()
         if 0 <= self.per_hour <= len(times):
-            self._retired.append(Retired(worker, (
-                f"worker {worker} died ({reason}) and is not replaced, since it was replaced "
-                f"{counted(len(times), 'time')} within an hour, the limit of failure.max_restarts_per_hour. "
-                "The run continues with the other workers: check its machine, then stop and resume "
-                "the run to start it again.")))
+            self._retired.append(Retired(worker, (f"worker {worker} died ({reason}) and is not replaced, since it was "
+                                                  f"replaced {counted(len(times), 'time')} within an hour, the limit. The "
+                                                  "run continues with the other workers: check its machine, then stop and "
+                                                  "resume the run to start it again.")))
             return False
         times.append(now)
         return True
@@ -56,36 +55,27 @@ class Restarts:
             self._reported.append(incident)
             self._retired.append(incident)
 
+    def refusal(self, worker: int, found: Fingerprint, agreement: Agreement, where: str = "", *, is_starting: bool) -> str:
+        """Return the reason why a ready worker must not be used; empty if it may be used.
+
+        Raises:
+            ClusterError: the first workers of the run start, and differ.
+        """
+        differences = agreement.refusal(found, f"in worker {worker}{where}")
+        if differences and is_starting:
+            raise none_agrees(differences)
+        if differences:
+            self.report("worker_refused", worker, f"the process that replaces worker {worker} would not compute bitwise "
+                        f"identical results ({differences}) and is not used; another one is started")
+        for line in agreement.accepted():
+            self.report("other_bits", worker, f"worker {worker} does not compute bitwise identical results, which "
+                        f"{option('allow-other-bits')} allows: {line}")
+        return differences
+
     def none_left(self, reason: str, kind: FailureKind = FailureKind.UNKNOWN) -> ClusterError:
         """Return the error for a run without workers, all of which are retired."""
-        return ClusterError("no worker is left: each died more than failure.max_restarts_per_hour "
-                            f"= {self.per_hour} times within an hour, the last one because it was "
-                            f"{reason}; the last checkpoint is complete: find out why they die, "
-                            "then resume.", failure=kind)
-
-
-def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, restarts: Restarts, *, is_starting: bool,
-                      where: str = "") -> str:
-    """Compare a ready worker with the fingerprint of the run.
-
-    Returns:
-        The differences if the worker must not be used; empty if it may be used.
-
-    Raises:
-        ClusterError: the first workers of the run start, and differ.
-    """
-    differences = agreement.refusal(found, f"in worker {worker}{where}")
-    if differences and is_starting:
-        raise none_agrees(differences)
-    if differences:
-        restarts.report("worker_refused", worker, f"the process that replaces worker {worker} "
-                                                  "would not compute bitwise identical results "
-                                                  f"({differences}) and is not used; another one "
-                                                  "is started")
-    for line in agreement.accepted():
-        restarts.report("other_bits", worker, f"worker {worker} does not compute bitwise identical "
-                                              f"results, which {option('allow-other-bits')} allows: {line}")
-    return differences
+        return ClusterError(f"no worker is left: each died more than {self.per_hour} times within an hour, the last one because "
+                            f"it was {reason}; the last checkpoint is complete: find out why they die, then resume.", failure=kind)
 
 
 def distrusted(outcome: Outcome, worker: int) -> Outcome:

@@ -1,13 +1,13 @@
 """A pool of worker slots: what a pool of local processes and one of Ray actors have in common.
 
-A slot holds one long-lived process, which runs one job at a time. If the process dies, its job is
-reported as failed, and another process starts in the slot while the other workers continue. Every
-wait has a deadline, in case a process hangs. Time during which this process was stopped does not
-count (`ngsgd.training.clocks`).
+If the process of a slot dies, its job is reported as failed, and another process starts while the
+other workers continue. Every wait has a deadline. Time during which this process was stopped does
+not count (`ngsgd.training.clocks`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,26 +16,28 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ngsgd import process_identity
-from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest, RemoteResultRef
-from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
-from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
-from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory, snapshot_book
+from ngsgd.cluster import restarts
+from ngsgd.cluster.exchange import shared_memory
+from ngsgd.cluster.exchange.collective import FetchRequest, RemoteResultRef, StepRequest
+from ngsgd.cluster.exchange.collective_client import EXCHANGE_TIMEOUT_S, Ending, Exchange, remote
+from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.process import Activity
-from ngsgd.cluster.restarts import Restarts, check_fingerprint, distrusted, none_agrees
+from ngsgd.cluster.restarts import Restarts, distrusted, none_agrees
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, FailureKind
 from ngsgd.interface import option
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
-from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
+from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker_pool import Retired
 from ngsgd.training.worker_wait import AwakeClock, WorkerWait
 
-# interval of the check for processes that hang
-_POLL_S = 0.2
-# time for a killed process to end
-_END_S = 5.0
+_POLL_S = 0.2  # interval of the check for processes that hang
+_END_S = 5.0  # time for a killed process to end
 
 
 @dataclass(kw_only=True)
@@ -43,32 +45,20 @@ class Slot:
     """One worker: its process, and its current job."""
 
     index: int
-    # None until it can take jobs
-    fingerprint: Fingerprint | None = None
-    # its process was asked to end, and accepts no more jobs
-    leaving: bool = False
-    # the current job was asked to stop
-    told_to_stop: bool = False
+    fingerprint: Fingerprint | None = None  # None until it can take jobs
+    leaving: bool = False  # its process was asked to end, and accepts no more jobs
+    told_to_stop: bool = False  # the current job was asked to stop
     job: Job | None = None
     places: tuple[SharedRef, ...] = ()
-    # of the process, if it is known before the process has ended
-    ending: Ending | None = None
-    # time on the pool's clock at which this pool killed the process
-    killed: float | None = None
-    # killed with its hung fork server; does not count as a failed start
-    is_collateral: bool = False
-    # of the process before this one
-    predecessor: Ending | None = None
-    # it died too often and is not replaced
-    retired: bool = False
-    # differences of its fingerprint from that of the run
-    refused: str = ""
-    # the audit found it at fault: it is not replaced
-    is_quarantined: bool = False
-    # while it starts
-    activity: Activity | None = None
-    # consecutive deaths during the start
-    deaths: list[str] = field(default_factory=list)
+    ending: Ending | None = None  # of the process, if it is known before the process has ended
+    killed: float | None = None  # time on the pool's clock at which this pool killed the process
+    is_collateral: bool = False  # killed with its hung fork server, which is no failed start
+    predecessor: Ending | None = None  # of the process before this one
+    retired: bool = False  # it died too often and is not replaced
+    refused: str = ""  # differences of its fingerprint from that of the run
+    is_quarantined: bool = False  # the audit found it at fault: it is not replaced
+    activity: Activity | None = None  # while it starts
+    deaths: list[str] = field(default_factory=list)  # consecutive deaths during the start
 
     @property
     def ready(self) -> bool:
@@ -87,36 +77,27 @@ S = TypeVar("S", bound=Slot)
 
 
 class SlotPool(ABC, Generic[S]):
-    """A `WorkerPool` and `AuditablePool` of processes.
-
-    Args:
-        spec: the task.
-        num_workers: slots.
-        num_threads: of each worker.
-        size: parameters.
-        agreement: fingerprint that each worker must have.
-        report: takes lines of progress.
-    """
+    """A `WorkerPool` and `AuditablePool` of processes, for a model of `size` parameters."""
 
     def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, agreement: Agreement | None,
                  report: Callable[[str], object]) -> None:
         self.spec, self.num_workers, self.num_threads = spec, num_workers, num_threads
         self.agreement = agreement or Agreement()
-        # late or duplicate results
-        self.num_discarded = 0
+        self.num_discarded = 0  # late or duplicate results
         self._report = report
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * num_workers)
-        self._snapshots = snapshot_book(spec.settings)
+        self._snapshots = shared_memory.snapshot_book(spec.settings)
         self._slots: list[S] = []
         self._outcomes: list[Outcome] = []
-        # worker -> its answer to the current question
-        self._answers: dict[int, object] = {}
+        self._digests: dict[SharedRef, int] = {}  # of published vectors, for the exchange
+        self._answers: dict[int, object] = {}  # worker -> its answer to the current question
         self._clock = AwakeClock()
-        self._is_starting = True
-        self._restarts = Restarts(spec.settings.failure.max_restarts_per_hour)
-        # where the workers make the mean; otherwise results are in memory that is faster
-        self._exchange: Exchange | None = None
+        # until all workers were ready, or time for that is over, an unsuitable one is an error
+        self._start_ends_s = math.inf
+        self._restarts = Restarts(restarts.MAX_RESTARTS_PER_HOUR)
+        self._exchange: Exchange | None = None  # if the workers make the mean
+        self._keeps_logs = False  # a message refers to them
 
     # A pool fills in ------------------------------------------------------------------------------
 
@@ -134,7 +115,7 @@ class SlotPool(ABC, Generic[S]):
         """Send a job, whose result belongs into `slot.places`."""
 
     @abstractmethod
-    def _request(self, slot: S, question: MeanRequest | FetchRequest) -> None:
+    def _request(self, slot: S, question: StepRequest | FetchRequest) -> None:
         """Ask an idle worker; the answer belongs into `_answers`."""
 
     @abstractmethod
@@ -151,11 +132,7 @@ class SlotPool(ABC, Generic[S]):
 
     @abstractmethod
     def _end(self, slot: S) -> tuple[Ending, bool]:
-        """Kill a process, and free what belongs to it.
-
-        Returns:
-            (how it ended, whether it certainly writes to memory no more).
-        """
+        """Kill a process; return how it ended, and whether it certainly writes no more."""
 
     @abstractmethod
     def _process_id(self, slot: S) -> int:
@@ -187,25 +164,32 @@ class SlotPool(ABC, Generic[S]):
         self._poll(0.0)
 
     def _last_words(self, slot: S) -> str:
-        """Last lines of the log of a worker."""
         return ""
 
     # Workers --------------------------------------------------------------------------------------
 
-    def _start_workers(self) -> None:
-        """Start all workers, and wait until they are ready."""
+    @property
+    def _is_starting(self) -> bool:
+        return self._clock.now < self._start_ends_s
+
+    def _start_workers(self, num_needed: int) -> None:
+        """Start all workers, and wait until `num_needed` are ready; the others join later."""
         self._heartbeats = self._cells.allocate()
         self._slots = [self._new_slot(index) for index in range(self.num_workers)]
         timeout_s = self.spec.settings.cluster.wait_for_workers_s
         wait = WorkerWait(timeout_s, self._report)
         self._clock.catch_up()
-        while (up := self.num_workers_alive()) < self.num_workers:
-            if wait.is_over(self._clock.now, up, self.num_workers, self.num_workers, self.has_busy_start):
+        while (up := self.num_workers_alive()) < num_needed:
+            if wait.is_over(self._clock.now, up, num_needed, self.num_workers, self.has_busy_start):
                 raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.wait_for_workers_s = "
                                    f"{timeout_s:g}{self._why_few()}; ask for fewer (cluster.num_workers, or resume with "
                                    f"{option('workers', 'N', 'num_workers')}), or give them more time.")
             self._poll(min(_POLL_S, timeout_s))
-        self._is_starting = False
+        if up < self.num_workers:
+            self._start_ends_s = self._clock.now + timeout_s
+            self._report(f"training begins with {up} of {counted(self.num_workers, 'worker')}; the others join when they are ready")
+        else:
+            self._start_ends_s = -math.inf
 
     def num_idle(self) -> int:
         return len(self.idle_workers())
@@ -292,10 +276,13 @@ class SlotPool(ABC, Generic[S]):
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         ref = self._vectors.allocate()
         write(ref.read())
+        if self._exchange:
+            self._digests[ref] = digest(ref.read())
         return ref
 
     def release(self, ref: VectorRef) -> None:
         if isinstance(ref, SharedRef):
+            self._digests.pop(ref, None)
             self._vectors.release(ref)
 
     def submit(self, job: Job) -> None:
@@ -306,8 +293,18 @@ class SlotPool(ABC, Generic[S]):
         slot = self._slots[worker]
         slot.job, slot.told_to_stop = job, False
         slot.places = tuple(self._vectors.allocate() for _ in range(self._num_places(slot, job)))
-        has_snapshots = self._is_here(slot) and not job.repeat
-        self._post(slot, job, self._snapshots.lend(job, worker) if has_snapshots else None)
+        model, own = self._portable(slot, job.start.model), job.start.own and self._portable(slot, job.start.own)
+        if self._exchange and isinstance(job.start.model, SharedRef):
+            model = self._exchange.start_of((worker, self._name_of_process(slot)), model, self._digests[job.start.model])
+        snapshots = None if job.repeat else self._snapshots.lend(job, worker)
+        self._post(slot, replace(job, start=replace(job.start, model=model, own=own)), snapshots)
+
+    def _portable(self, slot: S, ref: VectorRef) -> VectorRef:
+        """The same vector where the worker can read it."""
+        return ref
+
+    def _name_of_process(self, slot: S) -> str:
+        return f"{self._host(slot)}/{self._process_id(slot)}"
 
     def wait(self, timeout_s: float) -> Outcome | None:
         if not self._outcomes:
@@ -322,7 +319,6 @@ class SlotPool(ABC, Generic[S]):
         return int(self._heartbeats.map().view(np.uint64)[slot.index])
 
     def _poll(self, timeout_s: float) -> None:
-        """Wait for an event, and process all events."""
         self._clock.tick()
         for slot in self._slots:
             # nothing reports the end of a killed process
@@ -332,18 +328,18 @@ class SlotPool(ABC, Generic[S]):
 
     def _admit(self, slot: S, fingerprint: Fingerprint, where: str = "") -> None:
         """Let a process that is ready take jobs, unless it would compute other bits."""
-        slot.refused = check_fingerprint(slot.index, fingerprint, self.agreement, self._restarts,
-                                         is_starting=self._is_starting, where=where)
+        slot.refused = self._restarts.refusal(slot.index, fingerprint, self.agreement, where, is_starting=self._is_starting)
         if slot.refused:
             slot.ending = Ending(f"was rejected ({slot.refused})")
             self._kill(slot)
             self._died(slot)
-            return
-        slot.fingerprint = fingerprint
-        slot.deaths = []
+        else:
+            slot.fingerprint, slot.deaths = fingerprint, []
+            if math.isfinite(self._start_ends_s) and self.num_workers_alive() == self.num_workers:
+                self._start_ends_s = -math.inf
+                self._report(f"all {counted(self.num_workers, 'worker')} are ready")
 
     def _take(self, slot: S, outcome: Outcome) -> None:
-        """Take the outcome of a job from a worker that lives."""
         if slot.is_quarantined:
             # its death follows
             return
@@ -359,8 +355,8 @@ class SlotPool(ABC, Generic[S]):
         # the job ended early without a request of the pool: its worker received a signal
         elif outcome.remainder and not slot.told_to_stop:
             # its partial result is here, and its machine is needed elsewhere
-            slot.leaving, slot.ending = True, Ending("was asked to end by a signal", FailureKind.ASKED_TO_END)
-            self._kill(slot)
+            slot.leaving = True
+            self._kill_for(slot, slot.ending or Ending("was asked to end by a signal", FailureKind.ASKED_TO_END))
         slot.job, slot.places = None, ()
 
     def _readable(self, slot: S, result: JobResult) -> JobResult:
@@ -372,15 +368,28 @@ class SlotPool(ABC, Generic[S]):
         ending, is_gone = self._end(slot)
         job, deaths = slot.job, slot.deaths
         self._release_places(slot, is_gone=is_gone)
-        if job is not None and self._is_here(slot):
-            # no retry continues from a snapshot of a worker that computes wrong results
-            self._snapshots.failed(job, slot.index, is_gone=is_gone and not slot.is_quarantined)
+        if job is not None:
+            # no retry continues from a snapshot of a worker that computes wrong results; those of
+            # other machines are written by a process of this one
+            self._snapshots.failed(job, slot.index, is_gone=(is_gone or not self._is_here(slot)) and not slot.is_quarantined)
         if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, ending.reason]
             # a worker that cannot start does not end a run that has other workers
-            if len(deaths) >= self.spec.settings.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
-                raise self._cannot_start(slot, len(deaths), ending)
-        fresh = self._slots[slot.index] = self._successor(slot, deaths, ending)
+            if len(deaths) >= self.spec.settings.failure.max_attempts and (
+                    self._start_ends_s == math.inf or not self.num_workers_alive()):
+                self._keeps_logs = True
+                if slot.refused:
+                    raise none_agrees(slot.refused)
+                raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({ending.reason}); "
+                                   f"{self.advice}{self._last_words(slot)}.", failure=ending.kind)
+        if not slot.is_quarantined and self._restarts.allow(slot.index, ending.reason):
+            fresh = self._new_slot(slot.index, deaths)
+        elif all(other.retired for other in self._slots if other is not slot):
+            raise self._restarts.none_left(ending.reason, ending.kind)
+        else:
+            fresh = replace(slot, retired=True, job=None)
+        fresh.predecessor = ending
+        self._slots[slot.index] = fresh
         # in a collective exchange it may hold a result, whose loss the coordinator reports
         if job is None and not self._exchange and not slot.refused and not fresh.retired:
             when = "while it was idle" if slot.ready else "while it started"
@@ -391,23 +400,6 @@ class SlotPool(ABC, Generic[S]):
             self._outcomes.append(JobFailure(job, slot.index, ending.reason, True, last_words=self._last_words(slot),
                                              from_outside=from_outside, kind=ending.kind))
 
-    def _cannot_start(self, slot: S, num_deaths: int, ending: Ending) -> ClusterError:
-        if slot.refused:
-            return none_agrees(slot.refused)
-        return ClusterError(f"worker {slot.index} died {num_deaths} times while starting ({ending.reason}); "
-                            f"{self.advice}{self._last_words(slot)}.", failure=ending.kind)
-
-    def _successor(self, slot: S, deaths: Sequence[str], ending: Ending) -> S:
-        """Replace a dead worker; return an empty slot if it was replaced too often."""
-        if not slot.is_quarantined and self._restarts.allow(slot.index, ending.reason):
-            fresh = self._new_slot(slot.index, deaths)
-        elif all(other.retired for other in self._slots if other is not slot):
-            raise self._restarts.none_left(ending.reason, ending.kind)
-        else:
-            fresh = replace(slot, retired=True, job=None)
-        fresh.predecessor = ending
-        return fresh
-
     def _release_places(self, slot: S, *, is_gone: bool = True) -> None:
         for ref in slot.places:
             # a process that is not gone may still write there
@@ -416,13 +408,13 @@ class SlotPool(ABC, Generic[S]):
 
     # Exchange -------------------------------------------------------------------------------------
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+    def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo) -> bool:
         if self._exchange is None:
-            return None
+            return False
         self._find_deaths()
-        return self._exchange.mean(results, weights, self._ask, self._why_lost)
+        return self._exchange.step(optimizer, results, weights, info, self._ask, self._why_lost)
 
-    def _ask(self, questions: Mapping[int, MeanRequest | FetchRequest], timeout_s: float,
+    def _ask(self, questions: Mapping[int, StepRequest | FetchRequest], timeout_s: float,
              when_lost: Callable[[], None] = lambda: None) -> dict[int, object]:
         """Return the answers of idle workers; those that are silent for too long are replaced."""
         self._answers = {}
@@ -445,10 +437,9 @@ class SlotPool(ABC, Generic[S]):
         return self._answers
 
     def _fetch(self, kept: RemoteResultRef) -> Vector:
-        """Return a complete result that is stored in its worker."""
         lost = self._why_lost(kept)
         if lost is None:
-            answers = self._ask({kept.worker: FetchRequest(kept.identity)}, self.spec.settings.cluster.exchange_timeout_s)
+            answers = self._ask({kept.worker: FetchRequest(kept.identity)}, EXCHANGE_TIMEOUT_S)
             if isinstance(vector := answers.get(kept.worker), np.ndarray):
                 return vector
             lost = self._why_lost(kept) or Ending("")
@@ -457,7 +448,7 @@ class SlotPool(ABC, Generic[S]):
     def _why_lost(self, kept: RemoteResultRef) -> Ending | None:
         """How the process that stores a result ended; None while it lives."""
         slot = self._slots[kept.worker]
-        if not slot.retired and f"{self._host(slot)}/{self._process_id(slot)}" == kept.process:
+        if not slot.retired and self._name_of_process(slot) == kept.process:
             return None
         found = slot.predecessor or Ending("its process is gone")
         return replace(found, reason=f"{found.reason}, and its result with it")

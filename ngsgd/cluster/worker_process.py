@@ -15,9 +15,8 @@ from types import FrameType
 import numpy as np
 import torch
 
-from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, MeanRequest
-from ngsgd.cluster.exchange.shared_memory import SharedRef
-from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
+from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, StepRequest
+from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
@@ -37,10 +36,8 @@ class WorkerSetup:
     spec: TaskSpec
     index: int
     num_threads: int
-    # one counter per worker, 8 bytes each
-    heartbeats: SharedRef
-    # log file for its output; empty: the output of the coordinator
-    log: str
+    heartbeats: SharedRef  # one counter per worker, 8 bytes each
+    log: str  # log file for its output; empty: the output of the coordinator
     make_worker: MakeWorker = Worker
     # seconds to wait before doing anything, after failed starts of predecessors
     delay_s: float = 0.0
@@ -58,9 +55,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class JobAssignment:
-    """A job, and the memory for its vectors; without memory for it, the worker keeps the vector to
-    average.
-    """
+    """A job, and memory for its vectors, but not for one to average that the worker keeps."""
 
     job: Job
     places: tuple[SharedRef, ...]
@@ -71,8 +66,7 @@ class JobAssignment:
 EXIT_TERMINATED = 143
 # seconds between two checks for messages during a job; a check takes as long as ten Python calls
 _CHECK_S = 0.2
-# request to end the job after the current minibatch
-STOP = "stop"
+STOP = "stop"  # request to end the job after the current minibatch
 
 
 def serve(connection: socket.socket) -> None:
@@ -90,8 +84,7 @@ def serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     messages = Messages(connection)
     try:
-        # not an argument: arguments of a process pass through a pipe, and a large one would block
-        # the parent
+        # not an argument, which would pass through a pipe: a large one would block the parent
         setup = messages.receive()
         assert isinstance(setup, WorkerSetup)
         if setup.log:
@@ -116,11 +109,9 @@ class WorkerProcess:
         self.setup = setup
         # NumPy's numbers are slow when their code is not in a cache of the processor
         self._heartbeats = setup.heartbeats.map().view(np.uint64).data
-        # SIGTERM: the machine is needed elsewhere
-        self._should_end = False
+        self._should_end = False  # SIGTERM: the machine is needed elsewhere
         self._is_idle = False
-        # the coordinator requests partial results
-        self._should_stop = False
+        self._should_stop = False  # the coordinator requests partial results
         # several checks within a short hang timeout
         self._check_s = min(_CHECK_S, setup.spec.settings.failure.hang_timeout_s / 10.0)
 
@@ -154,8 +145,8 @@ class WorkerProcess:
                 self._should_stop, self._checks = False, Checks(self._check_s)
                 self._member.make_room(message.job)
                 self.messages.send(self._outcome(worker, message))
-            elif isinstance(message, MeanRequest):
-                self.messages.send(self._member.average(message))
+            elif isinstance(message, StepRequest):
+                self.messages.send(self._member.step(message))
             elif isinstance(message, FetchRequest):
                 self.messages.send(self._member.fetch(message.identity))
 
@@ -200,10 +191,10 @@ class WorkerProcess:
 
 
 class Checks:
-    """The minibatches of a job after which a worker shows progress and checks for messages.
+    """The minibatches, about `interval_s` apart, after which a worker shows progress.
 
-    They are about `interval_s` apart. A clock and the memory of the heartbeats would take 4 us
-    after each minibatch, because they are in no cache of the processor then.
+    A clock and the memory of the heartbeats would take 4 us after each minibatch, because they are
+    in no cache of the processor then.
     """
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,8 +1,8 @@
 """The configuration of a training run: options with unit, range, default and help text.
 
 One dataclass per section (`ngsgd.config.sections`); `RunConfig` holds all of them. The dataclasses
-hold plain values, without YAML. `check` returns all wrong values at once, `unused` the
-options without effect. The library's classes repeat some defaults in their signatures;
+hold plain values, without YAML. `check` returns all wrong values at once, `unused` the options
+without effect. The library's classes repeat some defaults in their signatures;
 tests/test_defaults.py compares them.
 
 Section and equation numbers are those of arXiv 1410.7455. Learning rates are per frame, on the
@@ -29,42 +29,10 @@ from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import ProxyConfig, TuneConfig
 from ngsgd.config.unused import Unused, unused, unused_in
 
-__all__ = [
-    "METHODS",
-    "AdaptationConfig",
-    "AlignConfig",
-    "AugmentConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "CombinationConfig",
-    "DataConfig",
-    "DecodeConfig",
-    "EgsConfig",
-    "FailureConfig",
-    "FeatureConfig",
-    "IvectorConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "OuterConfig",
-    "Problem",
-    "ProxyConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "SitesConfig",
-    "TaskConfig",
-    "TrackingConfig",
-    "TuneConfig",
-    "Unused",
-    "build",
-    "check",
-    "check_values",
-    "choices_of",
-    "default_with",
-    "option",
-    "problems_of",
-    "types_of",
-    "unused",
-    "unused_in",
-    "with_kinds",
-]
+__all__ = ["METHODS", "AdaptationConfig", "AlignConfig", "AugmentConfig", "CheckpointConfig",
+           "ClusterConfig", "CombinationConfig", "DataConfig", "DecodeConfig", "EgsConfig",
+           "FailureConfig", "FeatureConfig", "IvectorConfig", "ModelConfig", "ObjectiveConfig",
+           "OptimizerConfig", "OuterConfig", "Problem", "ProxyConfig", "RunConfig",
+           "ScheduleConfig", "SitesConfig", "TaskConfig", "TrackingConfig", "TuneConfig", "Unused",
+           "build", "check", "check_values", "choices_of", "default_with", "option", "problems_of",
+           "types_of", "unused", "unused_in", "with_kinds"]

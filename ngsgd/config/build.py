@@ -24,8 +24,7 @@ _MOST_UNKNOWN = 20
 def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Build a configuration from nested mappings that hold every option.
 
-    Returns:
-        The configuration, with defaults instead of wrong values, and all problems.
+    Returns it, with defaults instead of wrong values, and all problems.
     """
     problems: list[Problem] = []
     return _build_section(RunConfig, _with_unset(values), "", problems), problems
@@ -34,14 +33,9 @@ def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
 def defaults() -> dict[str, Any]:
     """Return the default of every option; None where it is that of the section's kind."""
     def of(section: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for spec in fields(section):
-            value = getattr(section, spec.name)
-            if is_dataclass(value):
-                found[spec.name] = of(value)
-            else:
-                found[spec.name] = None if spec.metadata["default_of_kind"] else plain(value)
-        return found
+        values = {spec: getattr(section, spec.name) for spec in fields(section)}
+        return {spec.name: of(value) if is_dataclass(value) else None if spec.metadata["default_of_kind"] else plain(value)
+                for spec, value in values.items()}
     return of(RunConfig())
 
 
@@ -52,10 +46,10 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested values; those of `upper` replace those of `lower`."""
-    both = {name: merged(lower[name], value)
-            if isinstance(lower.get(name), dict) and isinstance(value, Mapping) else value
-            for name, value in upper.items()}
-    return {**lower, **both}
+    def both(name: str, value: Any) -> Any:
+        below = lower.get(name)
+        return merged(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return {**lower, **{name: both(name, value) for name, value in upper.items()}}
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
@@ -89,9 +83,6 @@ def section_names() -> list[str]:
     return [spec.name for spec in fields(RunConfig) if is_dataclass(types_of(RunConfig)[spec.name])]
 
 
-# Kinds --------------------------------------------------------------------------------------------
-
-
 def with_kinds(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe or a caller above the defaults of the kinds that they choose.
 
@@ -114,8 +105,9 @@ def default_with(path: str, kinds: Sequence[str]) -> Any:
 
 
 def kinds_in(values: Mapping[str, Any]) -> list[str]:
-    """Return the kinds in nested values, such as "optimizer=adam"."""
-    return [f"{name}={section['kind']}" for name, section in _in_order(values) if isinstance(section.get("kind"), str)]
+    """Return the kinds in nested values, such as "optimizer=adam"; a custom module has none."""
+    return [f"{name}={section['kind']}" for name, section in _in_order(values)
+            if isinstance(section.get("kind"), str) and not section.get("_target_")]
 
 
 def _in_order(values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -149,24 +141,23 @@ def _with_unset(values: Any) -> Any:
     return found
 
 
-# Types --------------------------------------------------------------------------------------------
-
-
 def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Problem]) -> Any:
     if not isinstance(values, Mapping):
-        problems.append(Problem(
-            (prefix.rstrip("."),), f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
+        problems.append(Problem((prefix[:-1],), f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
         return kind()
     known = [spec.name for spec in fields(kind)]
     unknown = [str(name) for name in values if name not in known]
-    problems += [_unknown(f"{prefix}{name}"[:_LONGEST_SHOWN], name[:_LONGEST_SHOWN], prefix, known)
-                 for name in unknown[:_MOST_UNKNOWN]]
+    for name in (one[:_LONGEST_SHOWN] for one in unknown[:_MOST_UNKNOWN]):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {prefix}{near[0]}?" if near else did_you_mean(name, paths(), name)
+        path = f"{prefix}{name}"[:_LONGEST_SHOWN]
+        problems.append(Problem((path,), f"{path} is not a setting.{hint}"))
     if more := unknown[_MOST_UNKNOWN:]:
         problems.append(Problem((f"{prefix}{more[0]}"[:_LONGEST_SHOWN],), f"{len(more)} more names after these are no settings."))
     # cannot come from the command line, where the schema has every option
     if missing := [f"{prefix}{name}" for name in known if name not in values]:
         problems.append(Problem((missing[0],), f"no value for {', '.join(missing)}; the file is "
-                                            "damaged or of another version of ngsgd."))
+                                "damaged or of another version of ngsgd."))
     built = {}
     for spec in fields(kind):
         path, of = f"{prefix}{spec.name}", types_of(kind)[spec.name]
@@ -190,12 +181,6 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
     return kind(**built)
 
 
-def _unknown(path: str, name: str, prefix: str, known: Sequence[str]) -> Problem:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {prefix}{near[0]}?" if near else did_you_mean(name, paths(), name)
-    return Problem((path,), f"{path} is not a setting.{hint}")
-
-
 def _convert(value: Any, kind: Any) -> Any:
     """Return the value as `kind`; raises ValueError with the expected type."""
     origin = typing.get_origin(kind)
@@ -206,8 +191,7 @@ def _convert(value: Any, kind: Any) -> Any:
                 return tuple(_convert(item, of) for item in value)
         except ValueError:
             pass
-        raise ValueError("a list of names, such as [one,two]" if of is str
-                         else "a list of finite numbers, such as [0.1,0.2]")
+        raise ValueError("a list of names, such as [one,two]" if of is str else "a list of finite numbers, such as [0.1,0.2]")
     if origin is types.UnionType:
         # a mapping of names that the user chooses, or None
         if value is None or isinstance(value, Mapping):

@@ -13,28 +13,20 @@ from ngsgd.interface import is_command_line
 
 _RESUME = "ngsgd resume RUN"
 # name -> option with the same meaning; ngsgd.train accepts these names
-OTHER_NAMES = {
-    **dict.fromkeys(("lr", "learning_rate"), "schedule.lr_initial"),
-    **dict.fromkeys(("epochs", "max_epochs"), "schedule.num_epochs"),
-    "batch_size": "schedule.minibatch_size",
-    **dict.fromkeys(("workers", "nj"), "cluster.num_workers"),
-    "hidden_size": "model.hidden_dim",
-    "exp_dir": "output_dir",
-    "data_dir": "data.source",
-}
+OTHER_NAMES = {**dict.fromkeys(("lr", "learning_rate"), "schedule.lr_initial"),
+               **dict.fromkeys(("epochs", "max_epochs"), "schedule.num_epochs"),
+               "batch_size": "schedule.minibatch_size",
+               **dict.fromkeys(("workers", "nj"), "cluster.num_workers"),
+               "hidden_size": "model.hidden_dim", "exp_dir": "output_dir",
+               "data_dir": "data.source"}
 # name -> settings with a similar meaning; {} is the value
-SETTINGS_INSTEAD = {
-    "arch": "model={}",
-    "loss": "objective={}",
-    "dropout": "model.dropout_schedule=\"{0},{0}\"",
-    "gpus": "cluster.device=cuda cluster.num_workers={}",
-    "amp": "cluster.precision=bf16",
-    "grad_clip": "optimizer.max_param_change=NORM",
-    "max_steps": "schedule.num_epochs=EPOCHS",
-    "lr_scheduler": "schedule.lr_schedule={}",
-    "warmup": "schedule.warm_up=FRACTION",
-    "resume": _RESUME,
-}
+SETTINGS_INSTEAD = {"arch": "model={}", "loss": "objective={}",
+                    "dropout": "model.dropout_schedule=\"{0},{0}\"", "gpus": "cluster.device=cuda "
+                    "cluster.num_workers={}", "amp": "cluster.precision=bf16",
+                    "grad_clip": "optimizer.max_param_change=NORM",
+                    "max_steps": "schedule.num_epochs=EPOCHS",
+                    "lr_scheduler": "schedule.lr_schedule={}",
+                    "warmup": "schedule.warm_up=FRACTION", "resume": _RESUME}
 
 
 def _unquoted(key: str, value: str) -> str:

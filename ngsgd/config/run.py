@@ -29,17 +29,10 @@ class RunConfig:
     """All options of a run."""
 
     output_dir: str = option("runs", "folder of run folders, prepared data and the MLflow database")
-    name: str = option(
-        "",
-        "name of the run, the start of its folder's name; empty: corpus, model, optimizer, jobs "
-        "and seed")
-    seed: int = option(
-        0,
-        "random seed of training; every random number also depends on the outer iteration and the "
-        "job",
-        low=0)
-    init_model: str = option(
-        "", "run whose final model and priors initialize training; empty: random parameters")
+    name: str = option("", "name of the run, the start of its folder's name; empty: corpus, model, optimizer, jobs and seed")
+    seed: int = option(0, "random seed of training; every random number also depends on the outer "
+                       "iteration and the job", low=0)
+    init_model: str = option("", "run whose final model and priors initialize training; empty: random parameters")
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -70,9 +63,6 @@ class RunConfig:
     @property
     def job_states_interval(self) -> int:
         """Outer iterations between two checkpoints with the vectors of jobs; 1 without them."""
-        given = self.checkpoint.job_states_interval
-        if given or not self.jobs_keep_state:
-            return given or 1
-        # each vector has as many bytes as 100 compressed deltas
+        # they travel uncompressed: each has as many bytes as 100 compressed deltas
         is_remote = self.cluster.codec is not None and self.cluster.kind not in ("local", "in_process")
         return _JOB_STATES_INTERVAL if is_remote else 1

@@ -12,27 +12,22 @@ from ngsgd.config.run import RunConfig
 
 # sections and options of speech recognition, which a custom task does not have
 _OF_SPEECH = ("init_model", "data", "features", "adaptation", "ivectors", "align", "egs", "augment", "model", "objective",
-              "decode", "tune", "tracking.curvature_frames", "tracking.log_model",
-              "tracking.registered_model_name")
+              "decode", "tune", "tracking.curvature_frames", "tracking.registered_model_name")
 
 
 @dataclass(frozen=True)
 class Unused:
     """An option that has no effect with the other options of a run."""
 
-    # such as outer.lr
-    path: str
+    path: str  # such as outer.lr
     value: Any
-    # to another value than its default
-    is_set: bool
-    # the options that decide whether it is used
-    switches: tuple[str, ...]
+    is_set: bool  # to another value than its default
+    switches: tuple[str, ...]  # the options that decide whether it is used
     # the one of them that decides against it, its value, and the values that would use the option
     switch: str
     is_now: Any
     wanted: str
-    # options of the same section that have an effect
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # options of the same section that have an effect
 
     @property
     def sentence(self) -> str:
@@ -51,14 +46,17 @@ class Unused:
 
 def unused(config: RunConfig) -> Iterator[Unused]:
     """Yield all options of a run that have no effect in it, whatever their value."""
-    of_task, kinds = bool(config.task._target_), kinds_in(asdict(config))
-    if of_task:
-        yield from _unused_by_task(config)
+    task, kinds = config.task._target_, kinds_in(asdict(config))
+    if task:
+        default = flatten(RunConfig())
+        for path, value in flatten(config).items():
+            if of_speech(path):
+                yield Unused(path, value, value != default.get(path), switches=("task._target_",),
+                             switch="task._target_", is_now=task, wanted="!", options=())
     for spec in fields(config):
         section = getattr(config, spec.name)
         if is_dataclass(section):
-            yield from (one for one in unused_in(section, f"{spec.name}.", kinds)
-                        if not (of_task and of_speech(one.path)))
+            yield from (one for one in unused_in(section, f"{spec.name}.", kinds) if not (task and of_speech(one.path)))
 
 
 def of_speech(path: str) -> bool:
@@ -66,33 +64,21 @@ def of_speech(path: str) -> bool:
     return any(f"{path}.".startswith(f"{one}.") for one in _OF_SPEECH)
 
 
-def _unused_by_task(config: RunConfig) -> Iterator[Unused]:
-    default = flatten(RunConfig())
-    for path, value in flatten(config).items():
-        if of_speech(path):
-            yield Unused(path=path, value=value, is_set=value != default.get(path), switches=("task._target_",),
-                         switch="task._target_", is_now=config.task._target_, wanted="!", options=())
-
-
 def unused_in(section: Any, prefix: str = "", kinds: Sequence[str] = ()) -> Iterator[Unused]:
     """Yield those of one section of a run with these kinds; paths begin with `prefix`."""
-    terms = {spec.name: [term for term in spec.metadata.get("used", "").split(" & ") if term]
-             for spec in fields(section)}
-    broken = {name: next((term for term in of_it if not _holds(term, section)), "")
-              for name, of_it in terms.items()}
+    terms = {spec.name: [term for term in spec.metadata.get("used", "").split(" & ") if term] for spec in fields(section)}
+    broken = {name: next((term for term in of_it if not _holds(term, section)), "") for name, of_it in terms.items()}
     for spec in fields(section):
         if term := broken[spec.name]:
             name, _, wanted = term.lstrip("!").partition("=")
             value = getattr(section, spec.name)
-            options = tuple(other for other in broken if not broken[other] and other != name
+            options = tuple(other for other in broken if not broken[other] and other not in (name, "_target_")
                             and not is_dataclass(getattr(section, other)))
-            yield Unused(
-                path=f"{prefix}{spec.name}", value=value,
-                is_set=value != default_of(spec, [getattr(section, "kind", ""), *kinds]),
-                switches=tuple(prefix + other.lstrip("!").partition("=")[0]
-                               for other in terms[spec.name]),
-                switch=prefix + name, is_now=getattr(section, name),
-                wanted="!" if term.startswith("!") else wanted, options=options)
+            yield Unused(path=f"{prefix}{spec.name}", value=value,
+                         is_set=value != default_of(spec, [getattr(section, "kind", ""), *kinds]),
+                         switches=tuple(prefix + other.lstrip("!").partition("=")[0] for other in terms[spec.name]),
+                         switch=prefix + name, is_now=getattr(section, name),
+                         wanted="!" if term.startswith("!") else wanted, options=options)
 
 
 def _holds(term: str, section: Any) -> bool:

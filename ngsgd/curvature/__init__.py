@@ -1,19 +1,15 @@
-"""Curvature of a loss by parameter.
-
-BackPACK's quantities, from captured layer inputs and derivatives.
-"""
+"""Curvature of a loss by parameter: BackPACK's quantities, from rows at the layers."""
 
 from __future__ import annotations
 
-from ngsgd.curvature.api import collect
-from ngsgd.curvature.capture import Capture, LayerCall, Record
-from ngsgd.curvature.collection import Collection
+from ngsgd.curvature.capture import Capture
+from ngsgd.curvature.collection import Collection, collect
 from ngsgd.curvature.forms.kronecker import Kronecker
-from ngsgd.curvature.products.block import Products
+from ngsgd.curvature.layers import LayerCall, Record
+from ngsgd.curvature.products import Products
 from ngsgd.curvature.quantities import QUANTITIES, Quantities
 
-__all__ = ["QUANTITIES", "Capture", "Collection", "Kronecker", "LayerCall", "Products",
-           "Quantities", "Record", "collect"]
+__all__ = ["QUANTITIES", "Capture", "Collection", "Kronecker", "LayerCall", "Products", "Quantities", "Record", "collect"]
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,5 @@
 """Capture of layer inputs and output derivatives during a forward and a backward pass.
 
-A forward hook records the input of each layer and registers a hook on its output, inside the
-forward pass and therefore before any in-place operation on the output. Modules and parameters get
-no attributes. All hooks are removed when the capture ends, also by an exception.
-
 Letters: V backpropagated vectors, N samples, T positions of a sample (frames, pixels, calls), I
 inputs, O outputs.
 """
@@ -23,15 +19,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ngsgd.curvature.completeness import Totals, unaccounted
+from ngsgd.curvature.graph import vector_products
 from ngsgd.curvature.layer_decomposition import expansion_of, has_other_result, plain_product
-from ngsgd.curvature.layers import Affine, Kind, has_transposed_weight, kind_of, refuse_coupled, upcast, without_autocast
-from ngsgd.curvature.products.vectors import vector_products
-from ngsgd.curvature.records import LayerCall, Record
-from ngsgd.curvature.samples import Tries, mixed_output, mixed_rows, next_calls, run_once
+from ngsgd.curvature.layers import (
+    Affine,
+    Kind,
+    LayerCall,
+    Record,
+    has_transposed_weight,
+    kind_of,
+    refuse_coupled,
+    upcast,
+    without_autocast,
+)
+from ngsgd.curvature.samples import Totals, Tries, mixed_output, mixed_rows, next_calls, run_once, unaccounted
 from ngsgd.errors import ConfigError, DataError
-
-__all__ = ["Capture", "LayerCall", "Record"]
 
 # floats of derivatives at the layers: 8 MB
 CACHED = 1 << 21
@@ -40,8 +42,7 @@ Arrival = Callable[[LayerCall, Tensor], None]
 LEFT_OUT = {
     "layers": "exclude it by listing the others in layers=",
     "skip": "add it to skip= (its parameters, and those of layers inside it, then keep their "
-            "gradient)",
-}
+            "gradient)"}
 
 _REENTRANT = ("curvature cannot be recorded under reentrant activation checkpointing, where layers "
               "are computed for the first time during the backward pass; use "
@@ -60,8 +61,9 @@ class Capture:
     """Record layer calls in a context, and the derivative at each output when a backward pass
     reaches it.
 
-    `with Capture(model) as capture: loss.backward()` fills `capture.records`, in the order of the
-    backward pass. A layer that is called k times has k records.
+    A forward hook records the input of each layer and registers a hook on its output, before any
+    in-place operation on it. `records` is filled in the order of the backward pass; a layer that is
+    called k times has k records. All hooks are removed when the capture ends, also by an exception.
 
     Args:
         layers: names of the layers (or of modules that contain them) to record; default: all that
@@ -102,15 +104,15 @@ class Capture:
                  gradients: bool = False, without: Collection[str] = (), left_out_by: str = "layers") -> None:
         self.model = model
         self.records: list[Record] = []
-        self.parameters = {name: p for name, p in model.named_parameters()
-                           if p.requires_grad and name not in without}
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in without}
         self._name_of = {id(p): name for name, p in self.parameters.items()}
         self._within = None if layers is None else tuple(layers)
         self._num_samples, self._samples = num_samples, samples
         self._arrived, self._called = arrived, called
         self._handles: list[RemovableHandle] = []
         self._numbers: Counter[str] = Counter()
-        self._open: dict[LayerCall, GradientEdge] = {}
+        # calls without a derivative yet, and the graph edges of their outputs
+        self.open_calls: dict[LayerCall, GradientEdge] = {}
         # calls of the complete model without a derivative yet
         self._outputs: dict[int, GradientEdge] = {}
         self._num_outputs = 0
@@ -159,17 +161,12 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._stop_comparing()
-        self._open.clear()
+        self.open_calls.clear()
         self._outputs.clear()
 
     def forget_listeners(self) -> None:
         """Remove the listeners, whose reference cycles would keep results alive for a while."""
         self._arrived = self._called = None
-
-    @property
-    def open_calls(self) -> dict[LayerCall, GradientEdge]:
-        """Return the calls without a derivative yet, and the graph edges of their outputs."""
-        return self._open
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,23 +183,17 @@ class Capture:
 
     @property
     def is_paused(self) -> bool:
-        """Whether current derivatives do not belong to the ordinary backward pass, but to one of
-        this capture or of another one around it.
-        """
+        """Whether derivatives belong to an additional backward pass, of this capture or another."""
         return self._paused or _PAUSED.is_set
 
-    def sweep(self, output: Tensor | GradientEdge,
-              vectors_V: Tensor) -> list[tuple[LayerCall, Tensor]]:
-        """Multiply vectors (V x shape of the output) with the Jacobian of the output.
-
-        Returns:
-            (call, V x derivatives) of the open calls that the output depends on; the graph is kept.
-        """
+    def sweep(self, output: Tensor | GradientEdge, vectors_V: Tensor) -> list[tuple[LayerCall, Tensor]]:
+        """Return (call, V x derivatives) of the open calls behind an output; the graph is kept."""
         # Blocks that exceed the cache are slower than single vectors.
-        at_once = CACHED // sum(call.output_shape.numel() for call in self._open)
+        calls = self.open_calls
+        at_once = CACHED // sum(call.output_shape.numel() for call in calls)
         with self.paused():
-            found = vector_products(output, list(self._open.values()), vectors_V, at_once)
-        return [(call, e_VM) for call, e_VM in zip(self._open, found, strict=True) if e_VM is not None]
+            found = vector_products(output, list(calls.values()), vectors_V, at_once)
+        return [(call, e_VM) for call, e_VM in zip(calls, found, strict=True) if e_VM is not None]
 
     def record(self, call: LayerCall, derivatives_VM: Tensor) -> Record:
         """Return the call with its derivatives, of the selected samples, in at least float32."""
@@ -234,22 +225,18 @@ class Capture:
 
     def num_samples_seen(self, output: Tensor) -> int:
         """Return N of the model call behind an output, among calls without a derivative yet."""
-        calls = self._open
+        calls = self.open_calls
         if len({call.forward for call in calls}) > 1 and output.requires_grad:
             calls = next_calls(get_gradient_edge(output), calls) or calls
         return self.num_samples_of(next(iter(calls)))
 
     def check_output(self, edge: GradientEdge, like: Tensor) -> None:
-        """Reject calls behind an output whose rows are not samples, and parameters that the output
-        uses outside their layer, before derivatives are backpropagated.
-
-        Args:
-            edge: of the model output, or of the input of a loss.
-            like: of its shape and dtype.
+        """Reject calls behind an output (of the model, or the input of a loss) whose rows are not
+        samples, and parameters used outside their layer, before derivatives are backpropagated.
         """
         if not self._is_due():
             return
-        calls = dict(self._open)
+        calls = dict(self.open_calls)
         for call in run_once([edge, *self._outputs.values()], calls):
             raise ConfigError(f"layer {call.layer} runs once for the complete minibatch and its "
                               "output is repeated for every sample, so the derivative at its "
@@ -297,12 +284,11 @@ class Capture:
             self._refuse_other_use(name)
 
     def _stop_comparing(self) -> None:
-        if not self._passed:
-            return
-        for handle in self._comparisons.values():
-            handle.remove()
-        self._comparisons.clear()
-        self._passed.clear()
+        if self._passed:
+            for handle in self._comparisons.values():
+                handle.remove()
+            self._comparisons.clear()
+            self._passed.clear()
 
     def _judge(self, found: dict[LayerCall, bool | None], source: str, num_rows: int) -> None:
         for call, is_mixed in found.items():
@@ -317,9 +303,10 @@ class Capture:
 
     def _is_due(self) -> bool:
         """Return whether a call of this backward pass was never checked."""
-        number = torch._C._current_graph_task_id()
-        if self._checked[0] != number and self._open:
-            self._checked = number, self._tries.are_due(self._open, self.num_samples_of(next(iter(self._open))))
+        number, calls = torch._C._current_graph_task_id(), self.open_calls
+        if self._checked[0] != number and calls:
+            num_samples = self.num_samples_of(next(iter(calls)))
+            self._checked = number, self._tries.are_due(calls, num_samples)
             self._stop_comparing()
             if self._checked[1] and self._compares:
                 self._totals = Totals()
@@ -327,7 +314,7 @@ class Capture:
                     # Removed hooks of a tensor slow down every later pass; those of a node do not.
                     node = get_gradient_edge(p).node
                     self._comparisons[name] = node.register_prehook(lambda grads, name=name: self._compare(name, grads[0]))
-        return bool(self._open) and self._checked == (number, True)
+        return bool(calls) and self._checked == (number, True)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not self.is_paused and not _is_recomputation():
@@ -346,7 +333,7 @@ class Capture:
                     part.register_hook(lambda e_M, number=number: self._output_arrived(number, e_M))
 
     def _output_arrived(self, number: int, e_M: Tensor) -> None:
-        if not self.is_paused and self._handles and number in self._outputs:
+        if not self.is_paused and number in self._outputs:
             self.check_output(self._outputs[number], e_M)
             del self._outputs[number]
 
@@ -369,8 +356,7 @@ class Capture:
                 own = {key: p for key, p in module.named_parameters() if id(p) in self._name_of}
             if not own or not (self._within is None or any(f"{name}.".startswith(f"{outer}.") for outer in self._within)):
                 continue
-            empty = [key for key, p in own.items() if not p.numel()]
-            if empty:
+            if empty := [key for key, p in own.items() if not p.numel()]:
                 unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters "
                                f"without elements ({', '.join(empty)}); {self._remedy(name, empty)}.")
             elif kind_of(module) is None and expansion_of(module) is None:
@@ -382,8 +368,7 @@ class Capture:
             raise ConfigError(unknown)
         if not chosen:
             raise ConfigError(f"{type(self.model).__name__} has no layer with trainable parameters among "
-                              f"{self._within or 'all layers'}; "
-                              "name some of model.named_modules().")
+                              f"{self._within or 'all layers'}; name some of model.named_modules().")
         return chosen
 
     def _remedy(self, name: str, own: Iterable[str]) -> str:
@@ -393,6 +378,13 @@ class Capture:
         return f"add them to skip=({names},), so that they keep their gradient"
 
     def _hook(self, name: str) -> Callable[..., Any]:
+        def product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            """Compute an affine product inside a layer, captured as a separate layer."""
+            y = plain_product(part, x, weight, bias)
+            with torch._C.DisableTorchFunction():
+                self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
+            return y
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             expand = expansion_of(module)
             if _is_recomputation():
@@ -407,7 +399,7 @@ class Capture:
             if torch._C._current_graph_task_id() != -1:
                 raise ConfigError(_REENTRANT)
             if expand is not None:
-                y = expand(module, args, kwargs, output, self._product(name, module))
+                y = expand(module, args, kwargs, output, product)
                 if has_other_result(module, output, y):
                     raise ConfigError(f"a forward hook changes the output of layer {name} "
                                       f"({type(module).__name__}), which is computed again for its "
@@ -426,15 +418,6 @@ class Capture:
             return output
         return hook
 
-    def _product(self, name: str, module: nn.Module) -> Callable[..., Tensor]:
-        """Return an affine product inside a layer that is captured as a separate layer."""
-        def product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y = plain_product(part, x, weight, bias)
-            with torch._C.DisableTorchFunction():
-                self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
-            return y
-        return product
-
     def _note(self, layer: str, kind: Kind, parameters: tuple[Tensor | None, Tensor | None], x: Tensor, output: Tensor) -> None:
         weight, bias = (None if p is None else self._name_of.get(id(p)) for p in parameters)
         if not output.requires_grad or weight is bias is None:
@@ -450,9 +433,8 @@ class Capture:
                             "dimension of samples; pass a minibatch.")
         call = LayerCall(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape, self._forward)
         self._numbers[layer] += 1
-        self._open[call] = get_gradient_edge(output)
-        # A weak reference, because the graph outlives the call, whose input should be freed after
-        # use.
+        self.open_calls[call] = get_gradient_edge(output)
+        # Weak, because the graph outlives the call, whose input should be freed after use.
         seen = weakref.ref(call)
         output.register_hook(lambda e_M: self._arrive(seen(), layer, e_M))
         if self._called is not None:
@@ -463,7 +445,7 @@ class Capture:
         if self.is_paused or not self._handles:
             return
         is_due = self._is_due()
-        edge = None if call is None else self._open.pop(call, None)
+        edge = None if call is None else self.open_calls.pop(call, None)
         if call is None or edge is None:
             raise ConfigError(f"layer {layer} was differentiated twice after one forward pass, but "
                               "its samples count once: add the losses before backward(), or call "
@@ -472,7 +454,7 @@ class Capture:
         if is_due:
             self._passed.update(name for name in (call.weight, call.bias) if name is not None)
         if is_due and self._separate:
-            before = next_calls(edge, self._open)
+            before = next_calls(edge, self.open_calls)
             with self.paused():
                 found = mixed_rows(edge, e_M, before, self._num_samples)
             N = self.num_samples_of(call)

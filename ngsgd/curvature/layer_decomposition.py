@@ -1,7 +1,5 @@
 """Decomposition of recurrent and attention layers into affine products that can be captured.
 
-The rest of the network gets the output computed here, which differs from torch's by rounding.
-
 Letters: N samples, T positions (frames), S positions attended to, I inputs, H hidden units, E
 embedding, P heads.
 """
@@ -35,11 +33,7 @@ def expansion_of(module: nn.Module) -> Expansion | None:
 
 
 def has_other_result(module: Any, output: Any, computed: Any) -> bool:
-    """Return whether hooks of the user changed the output of a module, compared with that of its
-    products.
-
-    Half of the digits must differ. With dropout, every hook counts as a change.
-    """
+    """Return whether hooks changed half of the output's digits, or there are any, with dropout."""
     hooks = [hook for hook in module._forward_hooks.values() if not str(getattr(hook, "__module__", "")).startswith("ngsgd.")]
     if not hooks:
         return False
@@ -64,7 +58,10 @@ def _recurrent(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
         sides = []
         for direction in range(num_directions):
             index = layer * num_directions + direction
-            h_NTH, final = _one_direction(module, index, x_NTI, _start(module, state, index), product, backwards=direction == 1)
+            start: tuple[Tensor | None, ...] = (None, None)
+            if state is not None:
+                start = (state[0][index], state[1][index]) if isinstance(module, nn.LSTM) else (state[index], None)
+            h_NTH, final = _one_direction(module, index, x_NTI, start, product, backwards=direction == 1)
             sides.append(h_NTH)
             last.append(final)
         x_NTI = torch.cat(sides, dim=2) if len(sides) > 1 else sides[0]
@@ -72,12 +69,6 @@ def _recurrent(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
             x_NTI = nn.functional.dropout(x_NTI, module.dropout, module.training)
     states = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
     return x_NTI if module.batch_first else x_NTI.transpose(0, 1), states if isinstance(module, nn.LSTM) else states[0]
-
-
-def _start(module: Any, state: Any, index: int) -> tuple[Tensor | None, ...]:
-    if state is None:
-        return None, None
-    return (state[0][index], state[1][index]) if isinstance(module, nn.LSTM) else (state[index], None)
 
 
 def _one_direction(module: Any, index: int, x_NTI: Tensor, start: tuple[Tensor | None, ...], product: Product, *,
@@ -118,8 +109,7 @@ def _gru(x_NG: Tensor, h_NG: Tensor, h_NH: Tensor, c_NH: Tensor) -> tuple[Tensor
 _CELLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "LSTM": _lstm, "GRU": _gru,
     "RNN_TANH": lambda x_NH, h_NH, _, c_NH: ((x_NH + h_NH).tanh(), c_NH),
-    "RNN_RELU": lambda x_NH, h_NH, _, c_NH: ((x_NH + h_NH).relu(), c_NH),
-}
+    "RNN_RELU": lambda x_NH, h_NH, _, c_NH: ((x_NH + h_NH).relu(), c_NH)}
 
 _ATTENTION = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
 
@@ -177,5 +167,4 @@ def _of(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -
 
 
 _EXPANSIONS: dict[type[nn.Module], Expansion] = {
-    nn.LSTM: _recurrent, nn.GRU: _recurrent, nn.RNN: _recurrent, nn.MultiheadAttention: _attention,
-}
+    nn.LSTM: _recurrent, nn.GRU: _recurrent, nn.RNN: _recurrent, nn.MultiheadAttention: _attention}

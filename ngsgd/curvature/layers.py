@@ -1,4 +1,4 @@
-"""Supported layers: conversion of the input and the output derivative of each into rows.
+"""Supported layers, and their calls: conversion of inputs and output derivatives into rows.
 
 Letters: V backpropagated vectors, M leading dimension of a layer's input (N samples, or N k with k
 rows each), T positions of a sample, I inputs, O outputs.
@@ -7,10 +7,9 @@ rows each), T positions of a sample, I inputs, O outputs.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,31 +23,20 @@ _PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "repli
 UseShare = OuterProduct | RowSum | EmbeddingGrad
 
 
-class Kind(Protocol):
-    """Interface of the use of parameters by one layer; contains shapes only."""
-
-    def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
-        """Return V x N x T x O."""
-
-    def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
-        """Return the factored gradient of the weight."""
-
-
 @dataclass(frozen=True)
 class Affine:
-    """y = W x + b over the last dimension.
-
-    Dimensions between the first and the last are positions.
-    """
+    """y = W x + b over the last dimension; those between the first and the last are positions."""
 
     def inputs(self, x_M: Tensor, num_samples: int) -> Inputs:
         """Return the input rows."""
         return DenseInputs(x_M.reshape(num_samples, -1, x_M.shape[-1]))
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
+        """Return V x N x T x O."""
         return e_VM.reshape(len(e_VM), num_samples, -1, e_VM.shape[-1])
 
     def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
+        """Return the factored gradient of the weight."""
         return OuterProduct(self.inputs(x_M, e_VNTO.shape[1]), e_VNTO)
 
 
@@ -116,52 +104,46 @@ class Table:
         return EmbeddingGrad(index_NT, e_VNTO, self.num_rows)
 
 
-def kind_of(layer: nn.Module) -> Kind | None:
-    """Return how the layer uses its parameters; None if it is not supported.
+# how one layer uses its parameters; contains shapes only
+Kind = Affine | Convolution | ScaleOffset | Table
 
-    A subclass or an object counts as its base class unless it overrides `forward`. Layers of
-    `ngsgd.NGSGD` compute the same outputs as torch's layers.
-    """
+
+def kind_of(layer: nn.Module) -> Kind | None:
+    """Return how the layer, or a subclass with its `forward`, uses its parameters, or None."""
     module: Any = layer
-    plain = None if "forward" in vars(layer) else _plain_class(type(layer))
+    kind = type(layer)
+    plain = None if "forward" in vars(layer) else next(
+        (one for one in _CLASSES if issubclass(kind, one)
+         and (kind.forward is one.forward or getattr(kind, "plain_class", None) is one)), None)
     if plain is nn.Linear or has_transposed_weight(layer):
         return Affine()
     if plain in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return _convolution(module)
-    if plain is nn.LayerNorm:
-        return ScaleOffset(lambda x: nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps), module.weight.ndim)
-    if plain is nn.RMSNorm:
-        return ScaleOffset(lambda x: nn.functional.rms_norm(x, module.normalized_shape, eps=module.eps), module.weight.ndim)
+    if plain in (nn.LayerNorm, nn.RMSNorm):
+        normalize = nn.functional.layer_norm if plain is nn.LayerNorm else nn.functional.rms_norm
+        return ScaleOffset(lambda x: normalize(x, module.normalized_shape, eps=module.eps), module.weight.ndim)
     if plain is nn.GroupNorm:
         return ScaleOffset(lambda x: nn.functional.group_norm(x, module.num_groups, eps=module.eps), 0)
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         # Read now, because the mode may change before the derivative arrives.
-        of_minibatch = normalizes_over_minibatch(module)
-        normalize = functools.partial(_batch_normalized, module, of_minibatch=of_minibatch)
-        return ScaleOffset(normalize, 0)
+        if normalizes_over_minibatch(module):
+            return ScaleOffset(lambda x: nn.functional.batch_norm(x, None, None, training=True, eps=module.eps), 0)
+        # x is in at least float32.
+        return ScaleOffset(lambda x: nn.functional.batch_norm(
+            x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps), 0)
     if plain is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
         return Table(module.num_embeddings, module.padding_idx)
     return None
 
 
 def has_transposed_weight(layer: nn.Module) -> bool:
-    """Return whether the layer is Conv1D of Hugging Face (GPT-2).
-
-    Affine with a weight of inputs x outputs.
-    """
+    """Return whether the layer is Conv1D of Hugging Face, with a weight of inputs x outputs."""
     kind = type(layer)
     return (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
 
 
 _CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
             nn.BatchNorm3d, nn.Embedding)
-
-
-def _plain_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    for plain in _CLASSES:
-        if issubclass(kind, plain) and (kind.forward is plain.forward or getattr(kind, "plain_class", None) is plain):
-            return plain
-    return None
 
 
 def _convolution(layer: Any) -> Convolution:
@@ -177,17 +159,7 @@ def _convolution(layer: Any) -> Convolution:
 
 def normalizes_over_minibatch(layer: nn.Module) -> bool:
     """Return whether the layer is a BatchNorm that will use minibatch statistics."""
-    return (isinstance(layer, nn.modules.batchnorm._BatchNorm)
-            and (layer.training or layer.running_mean is None))
-
-
-def _batch_normalized(layer: Any, x: Tensor, *, of_minibatch: bool) -> Tensor:
-    """Normalize x without scale and offset."""
-    if of_minibatch:
-        return nn.functional.batch_norm(x, None, None, training=True, eps=layer.eps)
-    # x is in at least float32.
-    statistics = (layer.running_mean.to(x.dtype), layer.running_var.to(x.dtype))
-    return nn.functional.batch_norm(x, *statistics, eps=layer.eps)
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
 
 
 def refuse_coupled(layer: nn.Module, name: str) -> None:
@@ -213,3 +185,74 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of one layer in a forward pass."""
+
+    # name in the model; products of an LSTM are "lstm.ih_l0", "lstm.hh_l0" ..
+    layer: str
+    # index among the calls of this layer in the capture, from 0
+    number: int
+    kind: Kind
+    # names of the parameters; None if missing or frozen
+    weight: str | None
+    bias: str | None
+    # detached input of the layer; samples first
+    input: Tensor
+    # storage version of the input, to detect in-place changes
+    version: int
+    output_shape: torch.Size
+    # index of the model call, from 0; -1: layers were called directly
+    forward: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A call with the derivatives of one or more scalars with respect to its output."""
+
+    call: LayerCall
+    num_samples: int
+    input: Tensor           # M x ..
+    # V x M x .., M the leading dimension of the output; V = 1 for the derivative of the loss
+    derivatives_VM: Tensor
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer."""
+        return self.call.layer
+
+    def input_rows(self) -> Tensor:
+        """Return the rows that the weight multiplies, N x T x I: frames, or patches."""
+        return self.inputs().rows(0, self.num_samples)
+
+    def inputs(self) -> Inputs:
+        """Return the input rows, computed on demand; ConfigError for a layer that is not affine."""
+        if not hasattr(self.call.kind, "inputs"):
+            raise ConfigError(f"layer {self.layer} is not affine and has no input rows; use its "
+                              "shares.")
+        inputs: Inputs = self.call.kind.inputs(self.input, self.num_samples)
+        return inputs
+
+    def derivative_rows(self) -> Tensor:
+        """Return V x N x T x O."""
+        return self.call.kind.derivative_rows(self.derivatives_VM, self.num_samples)
+
+    def shares(self) -> dict[str, UseShare]:
+        """Return the factored gradient of each parameter, by name."""
+        e_VNTO = self.derivative_rows()
+        shares: dict[str, UseShare] = {}
+        if self.call.weight is not None:
+            shares[self.call.weight] = self.call.kind.weight_share(self.input, e_VNTO)
+        if self.call.bias is not None:
+            weight = shares.get(self.call.weight or "")
+            shares[self.call.bias] = RowSum(e_VNTO, weight if isinstance(weight, OuterProduct) else None)
+        return shares
+
+
+def disagreement(layer: str, num_samples: int, others: int) -> str:
+    """Return the message about a layer with another number of samples."""
+    return (f"layer {layer} has {num_samples} samples, and other layers {others}. Give "
+            "num_samples= if the rows of each sample are adjacent there, or give the layer an "
+            "input for each sample if it runs once for the complete minibatch.")

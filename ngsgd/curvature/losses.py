@@ -13,9 +13,9 @@ samples, V columns.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from ngsgd.errors import ConfigError, DataError
 FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     nn.functional.cross_entropy: nn.CrossEntropyLoss,
     nn.functional.mse_loss: nn.MSELoss,
-    nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-}
+    nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss}
 CLASSES = tuple(FUNCTIONS.values())
 # second derivative or weight of rows unknown
 OTHERS = frozenset({
@@ -35,8 +34,7 @@ OTHERS = frozenset({
     nn.functional.cosine_embedding_loss, nn.functional.margin_ranking_loss, nn.functional.triplet_margin_loss,
     nn.functional.multi_margin_loss, nn.functional.multilabel_margin_loss, nn.functional.multilabel_soft_margin_loss,
     nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss, nn.functional.triplet_margin_with_distance_loss,
-    nn.functional.linear_cross_entropy,
-})
+    nn.functional.linear_cross_entropy})
 # arguments whose effect on the second derivative is known
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing", "pos_weight")
 DEFAULTS = {function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
@@ -54,16 +52,13 @@ class LossEvaluation:
     classes: bool
     # w_r; 0 for masked or ignored frames
     weight_R: Tensor
-
-    @property
-    def num_samples(self) -> int:
-        """N"""
-        return len(self.output)
+    # without classes: s (1 - s) of binary cross-entropy, 2 of the squared error
+    second_R: Tensor | float = 2.0
 
     def rows_of(self, num_samples: int) -> int:
         """Return the rows of each sample; ConfigError if the loss does not cover all samples."""
-        if self.num_samples % num_samples:
-            raise ConfigError(f"the loss has {self.num_samples} rows of the output and the layers "
+        if len(self.output) % num_samples:
+            raise ConfigError(f"the loss has {len(self.output)} rows of the output and the layers "
                               f"{num_samples} samples, so rows cannot be assigned to samples. "
                               "Compute one loss of the complete output, include rows of all "
                               "samples in each loss, or give num_samples= if layers have several "
@@ -89,23 +84,16 @@ class LossEvaluation:
         f, w_R = self.rows(), self.weight_R
         if not self.classes:
             u_VR = u_V.flatten(1).to(f.dtype)
-            return self.like_output(u_VR * (w_R * self._second()))
+            return self.like_output(u_VR * (w_R * self.second_R))
         u_VRC = u_V.movedim(2, -1).flatten(1, -2).to(f.dtype)
         p_RC = f.softmax(dim=1)
         Hu_VRC = p_RC * (u_VRC - (p_RC * u_VRC).sum(dim=-1, keepdim=True))
         return self.like_output(Hu_VRC * w_R[:, None])
 
-    def _second(self) -> Tensor | float:
-        return self._curvature_R if self._curvature_R is not None else 2.0
-
-    # s (1 - s) of binary cross-entropy; None: 2 of the squared error
-    _curvature_R: Tensor | None = None
-
     def columns(self, num_samples: int, chunk: int) -> Iterator[Tensor]:
-        """Yield blocks of at most `chunk` columns of sqrt(w) S, V x shape of the output.
+        """Yield blocks of at most `chunk` columns of sqrt(w) S, V x shape of the output, S S^T = H.
 
-        S S^T = H for each sample. A column covers one frame of each sample, so that the columns of
-        a sample sum up to its curvature.
+        A column covers one frame of each sample; those of a sample sum up to its curvature.
         """
         f, root_w_R = self.rows(), self.weight_R.sqrt()
         K = self.rows_of(num_samples)
@@ -120,7 +108,8 @@ class LossEvaluation:
                     torch.mul(_class_column(p_NKC[:, k], c), root_w_NK1[:, k], out=block[v, :, k])
                 yield self.like_output(block.flatten(1, 2))
             return
-        root_NK = (root_w_R * torch.as_tensor(self._second(), dtype=f.dtype, device=f.device).sqrt()).view(num_samples, K)
+        second_R = torch.as_tensor(self.second_R, dtype=f.dtype, device=f.device)
+        root_NK = (root_w_R * second_R.sqrt()).view(num_samples, K)
         for first in range(0, K, chunk):
             block = f.new_zeros(min(chunk, K - first), num_samples, K)
             for v in range(len(block)):
@@ -128,10 +117,7 @@ class LossEvaluation:
             yield self.like_output(block.flatten(1))
 
     def sampled(self, num_draws: int, generator: torch.Generator | None) -> Tensor:
-        """Return M Monte Carlo samples, each times M^(-1/2): M x shape of the output.
-
-        The expected sum of their outer products is sum_r w_r H_r.
-        """
+        """Return M Monte Carlo samples, M x output; outer products have the mean sum_r w_r H_r."""
         f, M = self.rows(), num_draws
         scale_R = (self.weight_R / M).sqrt()
         if self.classes:
@@ -140,21 +126,18 @@ class LossEvaluation:
             draws_MRC = p_RC.expand(M, -1, -1).clone()
             draws_MRC.scatter_add_(2, y_RM.T[:, :, None], -torch.ones_like(y_RM.T, dtype=f.dtype)[:, :, None])
             return self.like_output(draws_MRC.mul_(scale_R[:, None]))
-        if self._curvature_R is None:
+        if not isinstance(self.second_R, Tensor):
             noise_MR = torch.randn(M, len(f), dtype=f.dtype, device=f.device, generator=generator)
             return self.like_output(noise_MR * (2.0**0.5 * scale_R))  # 2 (f - y), y of variance 1/2
         s_R = f.sigmoid()
         y_MR = torch.bernoulli(s_R.expand(M, -1), generator=generator)
         # pos_weight
-        extra_R = torch.where(self._curvature_R > 0, self._curvature_R / (s_R * (1 - s_R)).clamp(min=1e-30), 0.0)
+        extra_R = torch.where(self.second_R > 0, self.second_R / (s_R * (1 - s_R)).clamp(min=1e-30), 0.0)
         return self.like_output((s_R - y_MR) * (scale_R * extra_R.sqrt()))
 
 
 def _drawn(p_RC: Tensor, num_draws: int, generator: torch.Generator | None) -> Tensor:
-    """Sample R x M classes from the probabilities p, with one random number each.
-
-    It inverts the distribution function; torch.multinomial uses one random number for every class.
-    """
+    """Sample R x M classes from the probabilities p; torch.multinomial samples for every class."""
     total_RC = p_RC.cumsum(dim=1, dtype=torch.float64)
     u_RM = torch.rand(len(p_RC), num_draws, dtype=torch.float64, device=p_RC.device, generator=generator)
     # The first class with a larger sum, so never one of probability 0; a product may round up to
@@ -163,12 +146,9 @@ def _drawn(p_RC: Tensor, num_draws: int, generator: torch.Generator | None) -> T
 
 
 def _class_column(p_NC: Tensor, c: int) -> Tensor:
-    """Return column c of the Cholesky factor of diag(p) - p p^T, N x C, which has rank C - 1.
+    """Return column c, N x C, of the Cholesky factor of diag(p) - p p^T (Tanabe and Sagae 1992).
 
-    With r the sum of the entries after c:  L_cc = sqrt(p_c r / (p_c + r)),  L_jc = -p_j sqrt(p_c /
-    (r (p_c + r))) for j > c.
-
-    Source: Tanabe and Sagae 1992.
+    With r the sum after c: L_cc = sqrt(p_c r / (p_c + r)), L_jc = -p_j sqrt(p_c / (r (p_c + r))).
     """
     after_NJ = p_NC[:, c + 1:]
     r_N = after_NJ.sum(dim=1)
@@ -182,26 +162,18 @@ def _class_column(p_NC: Tensor, c: int) -> Tensor:
 
 
 def reduction_of(loss_fn: object) -> str | None:
-    """Return the reduction over samples: "mean" or "sum"; None if unknown.
-
-    A subclass that overrides `forward` may reduce in another way, and "none" is reduced by the
-    caller.
-    """
+    """Return the reduction over samples: "mean" or "sum"; None if unknown."""
     if not isinstance(loss_fn, nn.Module):
         return "mean" if _is_function(loss_fn) else None
-    kind = type(loss_fn)
-    if not kind.forward.__module__.startswith("torch.nn.") or "forward" in vars(loss_fn):
+    # A subclass that overrides `forward` may reduce in another way.
+    if not type(loss_fn).forward.__module__.startswith("torch.nn.") or "forward" in vars(loss_fn):
         return None
     reduction = getattr(loss_fn, "reduction", None)
     return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(reduction) if isinstance(reduction, str) else None
 
 
 def check(loss_fn: object) -> None:
-    """Raise ConfigError for a loss without a supported second derivative.
-
-    Subclasses may override `forward`: their calls of torch's functions count, and linear functions
-    of these.
-    """
+    """Raise ConfigError for a loss without a supported second derivative, as of its base class."""
     if not (isinstance(loss_fn, CLASSES) or _is_function(loss_fn)):
         if loss_fn is None:
             raise ConfigError("second-order quantities need the loss: give collect() the loss_fn that is called inside of "
@@ -217,24 +189,33 @@ def _is_function(loss_fn: object) -> bool:
     return any(loss_fn is function for function in FUNCTIONS)
 
 
-def require_fixed(target: Tensor, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a target or weight that depends on parameters, which the loss Hessian
-    would ignore.
-    """
-    for name, value in {"target": target, **settings}.items():
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise ConfigError(f"the {name} of the loss depends on parameters, which the curvature "
-                              "would ignore: call detach() on it, or request first-order "
-                              "quantities (of a preconditioner: fisher=\"empirical\").")
+class LossCall(NamedTuple):
+    """A call of one of `FUNCTIONS`, without its first argument, the network output."""
+
+    function: Callable[..., Any]
+    target: Tensor
+    settings: dict[str, Any]
+
+    def of(self, output: Tensor) -> Tensor:
+        """Return the loss of another output."""
+        loss: Tensor = self.function(output, self.target, **self.settings)
+        return loss
+
+    def evaluation(self, output: Tensor, upstream: Tensor) -> LossEvaluation:
+        """Return `evaluation` of an output."""
+        return evaluation(self.settings, FUNCTIONS[self.function], output, self.target, upstream)
+
+    def require_fixed(self) -> None:
+        """Raise ConfigError for a target or weight that depends on parameters."""
+        for name, value in {"target": self.target, **self.settings}.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ConfigError(f"the {name} of the loss depends on parameters, which the curvature "
+                                  "would ignore: call detach() on it, or request first-order "
+                                  "quantities (of a preconditioner: fisher=\"empirical\").")
 
 
-def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return (output, target, settings by name) of a call of a functional loss.
-
-    Raises:
-        ConfigError: an argument has an unknown effect, such as one that a later version of torch
-            adds, and is not at its default.
-    """
+def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LossCall]:
+    """Return (output, the call) of a functional loss; ConfigError for an unknown argument."""
     defaults = DEFAULTS[function]
     settings = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
     for name, value in settings.items():
@@ -246,34 +227,25 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         # They override reduction=, each with the default True.
         average, reduce = (value is None or value for value in deprecated)
         settings["reduction"] = "none" if not reduce else "mean" if average else "sum"
-    return settings.pop("input"), settings.pop("target"), settings
+    return settings.pop("input"), LossCall(function, settings.pop("target"), settings)
 
 
 def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
                upstream: Tensor) -> LossEvaluation:
-    """Create the evaluation of a loss from its arguments.
-
-    Args:
-        settings: attributes of the loss: weight, reduction, ignore_index, label_smoothing,
-            pos_weight.
-        kind: class of the loss.
-        output: input of the loss.
-        target: target of the loss.
-        upstream: gradient of the objective with respect to the value of the loss, in its shape.
-    """
+    """Create the evaluation from attributes of a loss, with the gradient of its value upstream."""
     f = output.detach()
     dtype = f.dtype if f.dtype == torch.float64 else torch.float32
+    second_R: Tensor | float = 2.0
     if issubclass(kind, nn.CrossEntropyLoss):
         if f.ndim < 2:
             raise DataError(f"the logits of a cross-entropy have shape {tuple(f.shape)}, without a "
                             "dimension of samples; pass a minibatch.")
         w_R = _class_weights(settings, f, target, dtype)
-        curvature_R = None
     else:
         if f.shape != target.shape:
             raise DataError(f"the loss got an output of shape {tuple(f.shape)} and a target of "
                             f"shape {tuple(target.shape)}; give them equal shapes.")
-        w_R, curvature_R = torch.ones(f.numel(), dtype=dtype, device=f.device), None
+        w_R = torch.ones(f.numel(), dtype=dtype, device=f.device)
         if settings.get("weight") is not None:
             w_R = settings["weight"].to(dtype).expand_as(f).reshape(-1)
         if issubclass(kind, nn.BCEWithLogitsLoss):
@@ -281,22 +253,19 @@ def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, 
             gain: Tensor | float = 1.0
             if settings.get("pos_weight") is not None:
                 gain = 1.0 + (settings["pos_weight"].to(dtype) - 1.0) * target.to(dtype)
-            curvature_R = (gain * s * (1.0 - s)).flatten()
+            second_R = (gain * s * (1.0 - s)).flatten()
     if settings["reduction"] == "mean":
         w_R = w_R / _mean_divisor(settings, kind, f, target, dtype)
     up = upstream.detach().to(dtype)
     w_R = w_R * (up if up.ndim == 0 else up.reshape(-1))
-    if bool((w_R < 0).any()) or (curvature_R is not None and bool((curvature_R < 0).any())):
+    if bool((w_R < 0).any()) or (isinstance(second_R, Tensor) and bool((second_R < 0).any())):
         raise DataError("the loss has rows of negative weight, whose generalized Gauss-Newton "
                         "matrix has no square root; minimize a loss, not its negative.")
-    return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, curvature_R)
+    return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, second_R)
 
 
 def _class_weights(settings: dict[str, Any], f: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factor of diag(p) - p p^T for each row.
-
-    It is the sum over classes of weight times (smoothed) target probability.
-    """
+    """Return the factor of diag(p) - p p^T for each row: sum of weight times smoothed target."""
     C = f.shape[1]
     weight_C = settings.get("weight")
     weight_C = torch.ones(C, dtype=dtype, device=f.device) if weight_C is None else weight_C.to(dtype)

@@ -1,9 +1,8 @@
 """Archives of training examples for `EgsReader`, written once per corpus.
 
-An example holds `frames_per_eg` consecutive frames with their context. It gives one frame per pass,
-so all frames are used after `frames_per_eg` passes (C.2 of arXiv 1410.7455, nnet3 egs in Kaldi).
-Examples are shuffled over all archives. Large archives are written by several processes; the files
-are the same for any number of processes.
+An example holds `frames_per_eg` consecutive frames with their context. It gives one frame per pass
+(C.2 of arXiv 1410.7455, nnet3 egs in Kaldi). Examples are shuffled over all archives. The files are
+the same for any number of writing processes.
 
 Letters: T frames, D feature dimension, N rows.
 """
@@ -15,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -50,18 +49,13 @@ class EgsInfo:
     right_context: int
     feature_dim: int
     num_classes: int
-    # all frames with a class and a weight, counted once
-    num_frames: int
+    num_frames: int  # all frames with a class and a weight, counted once
     num_examples: list[int]      # per archive
-    # per archive and position in an example: frames in one pass
-    num_rows: list[list[int]]
+    num_rows: list[list[int]]  # per archive and position in an example: frames in one pass
     has_weights: bool
-    # for the silence fractions in diagnostics; may be empty
-    silence_classes: list[int]
-    # of every other file in the directory
-    sha256: dict[str, str]
-    # dimension of the side rows (inputs besides the features)
-    side_dim: int = 0
+    silence_classes: list[int]  # for the silence fractions in diagnostics; may be empty
+    sha256: dict[str, str]  # of every other file in the directory
+    side_dim: int = 0  # dimension of the side rows (inputs besides the features)
 
     @property
     def num_inputs(self) -> int:
@@ -77,11 +71,7 @@ class EgsInfo:
 def read_index(directory: Path) -> EgsInfo:
     """Read the index of a directory of archives, and check its checksum and consistency.
 
-    Args:
-        directory: the directory.
-
-    Raises:
-        FormatError: it is missing, damaged or of another format; the message is the reason.
+    Raises FormatError if it is missing, damaged or of another format; the message is the reason.
     """
     return read_index_file(directory / INDEX)
 
@@ -95,9 +85,8 @@ def read_index_file(path: Path) -> EgsInfo:
 
 
 def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
-                     digest: str,
-                     cache_root: Path, groups: Sequence[str] = (),
-                     silence_classes: Sequence[int] = (),
+                     digest: str, cache_root: Path, groups: Sequence[str] = (),
+                     silence_classes: Sequence[int] = (), num_writers: int | None = None,
                      report: Callable[[str], None] = print) -> Path:
     """Return the directory of the archives for these data and settings, and write it if needed.
 
@@ -111,16 +100,16 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
         digest: identifies the content of the frame sets.
         cache_root: parent of the directory.
         groups: group of each training utterance, such as its speaker, for the shuffle statistics.
-        silence_classes: classes whose frames are weighted by `egs.silence_weight`.
+        silence_classes: classes that the fraction of silence in the diagnostics counts.
+        num_writers: number of writing processes. Default: up to one per core for mapped features.
         report: receives a message if a damaged directory is replaced.
 
     Raises:
         DataError: the frames cannot be used for training, or the disk is full.
     """
     # options that do not change the content of the files are not part of the name
-    content = {name: getattr(config, name) for name in ("left_context", "right_context",
-                                                        "frames_per_eg", "samples_per_iter",
-                                                        "num_diagnostic_frames", "silence_weight")}
+    content = {name: getattr(config, name) for name in ("left_context", "right_context", "frames_per_eg", "samples_per_iter",
+                                                        "num_diagnostic_frames")}
     directory = cache_root / cache_name("egs", version=FORMATS["archives"], corpus=digest, settings=content,
                                         num_classes=num_classes, silence_classes=list(silence_classes))
 
@@ -129,11 +118,9 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
         if (info.left_context, info.right_context, info.frames_per_eg, info.num_classes, info.silence_classes) != (
                 config.left_context, config.right_context, config.frames_per_eg, num_classes, list(silence_classes)):
             raise FormatError("the settings in its info.json differ from those of the directory name")
-
-    def write(temporary: Path) -> None:
-        write_archives(train, valid, config, num_classes=num_classes, directory=temporary, groups=groups,
-                       silence_classes=silence_classes)
-    return prepared(directory / INDEX, "examples", check, write, report)
+    return prepared(directory / INDEX, "examples", check, lambda temporary: write_archives(
+        train, valid, config, num_classes=num_classes, directory=temporary, groups=groups,
+        silence_classes=silence_classes, num_writers=num_writers), report)
 
 
 def prepared(index: Path, what: str, check: Callable[[Path], object], write: Callable[[Path], object],
@@ -162,10 +149,10 @@ def prepared(index: Path, what: str, check: Callable[[Path], object], write: Cal
 
 
 def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
-                   directory: Path,
-                   groups: Sequence[str] = (), silence_classes: Sequence[int] = ()) -> None:
+                   directory: Path, groups: Sequence[str] = (), silence_classes: Sequence[int] = (),
+                   num_writers: int | None = None) -> None:
     """Write archives, two fixed diagnostic subsets and the index; deterministic in its inputs."""
-    train, valid = (_weighted(_checked(frames, num_classes), config.silence_weight, silence_classes) for frames in (train, valid))
+    train, valid = (_checked(frames, num_classes) for frames in (train, valid))
     # the order on disk; readers shuffle again with the seed of the run
     random = np.random.default_rng(0)
     source = shuffled(train, random, left_context=config.left_context,
@@ -176,22 +163,20 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
         raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, but the archives of "
                         f"examples need {num_bytes / 1e9:.1f} GB; free disk space, or choose "
                         "another folder with data.cache_dir=PATH.")
-    entries = _write(source, config, directory)
+    entries = _write(source, config, directory, num_writers)
     # its order of the examples
     del source
     files = {archive_name(index): entry.sha256 for index, entry in enumerate(entries)}
-    for name, frames in (("train", train), ("valid", valid)):
-        files[diagnostic_name(name)] = _write_diagnostic(frames, config, random,
-                                                         directory / diagnostic_name(name))
+    for name, frames in ((diagnostic_name("train"), train), (diagnostic_name("valid"), valid)):
+        files[name] = _write_diagnostic(frames, config, random, directory / name)
     with new_file(directory / UTTERANCES) as temporary, temporary.open("w", encoding="utf-8") as file:
         columns.write_json(file, {"utt_ids": train.utt_ids, "groups": groups})
     files[UTTERANCES] = sha256(directory / UTTERANCES)
     num_rows = [entry.num_rows for entry in entries]
-    info = EgsInfo(len(entries), config.frames_per_eg, config.left_context,
-                   config.right_context, train.dim,
-                   num_classes, sum(map(sum, num_rows)), [entry.num_examples for entry in entries],
-                   num_rows,
-                   train.weight_T is not None, list(silence_classes), files, train.side_dim)
+    info = EgsInfo(len(entries), config.frames_per_eg, config.left_context, config.right_context,
+                   train.dim, num_classes, sum(map(sum, num_rows)),
+                   [entry.num_examples for entry in entries], num_rows, train.weight_T is not None,
+                   list(silence_classes), files, train.side_dim)
     write_text(directory / "info.json", json.dumps(sealed("archives", asdict(info)), indent=1))
 
 
@@ -205,8 +190,7 @@ def diagnostic_name(subset: str) -> str:
     return f"{subset}_diagnostic.safetensors"
 
 
-def spliced_utterances(frames: FrameSet, left_context: int,
-                       right_context: int) -> Iterator[npt.NDArray[np.float32]]:
+def spliced_utterances(frames: FrameSet, left_context: int, right_context: int) -> Iterator[npt.NDArray[np.float32]]:
     """Yield each utterance as a matrix of spliced frames with side rows, for decoding.
 
     The outermost frames are repeated at the edges.
@@ -217,10 +201,9 @@ def spliced_utterances(frames: FrameSet, left_context: int,
         yield _with_side(spliced_TI, frames, np.arange(first, end))
 
 
-def _with_side(spliced_NI: npt.NDArray[np.float32], frames: FrameSet,
-               at_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    return spliced_NI if frames.side is None else np.hstack([spliced_NI,
-                                                             frames.side.rows_RS[frames.side.row_T[at_N]]])
+def _with_side(spliced_NI: npt.NDArray[np.float32], frames: FrameSet, at_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    side = frames.side
+    return np.hstack([spliced_NI, side.rows_RS[side.row_T[at_N]]]) if side else spliced_NI
 
 
 def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
@@ -229,36 +212,24 @@ def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
     edges = [(int(block_T.min()), int(block_T.max())) for block_T in mapped.blocks(frames.pdf_T)]
     low, high = min(edges)[0], max(edge for _, edge in edges)
     if low < 0 or high >= num_classes:
-        raise DataError(f"frame classes range from {low} to {high}, "
-                        f"but the alignment has {num_classes} classes; prepare the data again.")
+        raise DataError(f"frame classes range from {low} to {high}, but the alignment has "
+                        f"{num_classes} classes; prepare the data again.")
     begin = 0
     for block_TD in mapped.blocks(frames.features_TD):
         is_finite_TD = np.isfinite(block_TD)
         if not is_finite_TD.all():
             row = begin + int(np.argwhere(~is_finite_TD)[0, 0])
             utterance = int(np.searchsorted(frames.offsets, row, "right")) - 1
-            raise DataError(f"utterance {frames.utt_ids[utterance]} has a feature that is not "
-                            "finite; check its audio.")
+            raise DataError(f"utterance {frames.utt_ids[utterance]} has a feature that is not finite; check its audio.")
         begin += len(block_TD)
+    weight_T = frames.weight_T
+    if weight_T is not None and (not np.isfinite(weight_T).all() or weight_T.min() < 0.0 or weight_T.max() == 0.0):
+        raise DataError(f"the weights of frames range from {weight_T.min()} to {weight_T.max()}, "
+                        "but must be finite, at least 0, and not all 0; check the data.")
     return frames
 
 
-def _weighted(frames: FrameSet, silence_weight: float, silence_classes: Sequence[int]) -> FrameSet:
-    """Return the frames with weights; those of silence are multiplied by `silence_weight`."""
-    weight_T = frames.weight_T
-    if silence_weight != 1.0 and silence_classes:
-        factor_T = np.where(np.isin(frames.pdf_T, silence_classes), silence_weight, 1.0).astype(np.float32)
-        weight_T = factor_T if weight_T is None else weight_T * factor_T
-    if weight_T is None:
-        return frames
-    if not np.isfinite(weight_T).all() or weight_T.min() < 0.0 or weight_T.max() == 0.0:
-        raise DataError(f"the weights of frames range from {weight_T.min()} to {weight_T.max()}, "
-                        "but must be finite, at least 0, and not all 0; check egs.silence_weight "
-                        "and the data.")
-    return replace(frames, weight_T=weight_T)
-
-
-def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[ArchiveEntry]:
+def _write(source: ExampleSource, config: EgsConfig, directory: Path, num_writers: int | None) -> list[ArchiveEntry]:
     num_examples = len(source.order_E)
     num_archives = max(1, round(num_examples / config.samples_per_iter))
     # equal parts, as `np.array_split` divides
@@ -266,9 +237,10 @@ def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[Ar
     bounds = [part * size + min(part, num_larger) for part in range(num_archives + 1)]
     targets = [Target(str(directory / archive_name(index)), begin, end)
                for index, (begin, end) in enumerate(itertools.pairwise(bounds))]
-    num_writers = config.num_writers or 1
-    if not config.num_writers and isinstance(source.features_TD, np.memmap):
-        num_writers = max(1, min(os.cpu_count() or 1, num_examples * source.example_bytes // _WORTH_A_PROCESS))
+    if num_writers is None:
+        in_memory = not isinstance(source.features_TD, np.memmap)
+        num_writers = 1 if in_memory else max(
+            1, min(os.cpu_count() or 1, num_examples * source.example_bytes // _WORTH_A_PROCESS))
     num_writers = min(num_writers, num_archives)
     if num_writers == 1:
         return [write_archive(source, target.begin, target.end, Path(target.path)) for target in targets]
@@ -280,19 +252,15 @@ def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[Ar
         shutil.rmtree(scratch)
 
 
-def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Generator,
-                      path: Path) -> str:
+def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Generator, path: Path) -> str:
     """Write a fixed sample of spliced frames; return the SHA-256 of the file."""
     usable: int | npt.NDArray[np.int64] = frames.num_frames if frames.weight_T is None else np.flatnonzero(frames.weight_T)
     num_usable = usable if isinstance(usable, int) else len(usable)
-    chosen_N = np.sort(random.choice(usable, min(config.num_diagnostic_frames, num_usable),
-                                     replace=False))
+    chosen_N = np.sort(random.choice(usable, min(config.num_diagnostic_frames, num_usable), replace=False))
     utterance_N = np.searchsorted(frames.offsets, chosen_N, "right") - 1
     begin_N1, end_N1 = frames.offsets[utterance_N][:, None], frames.offsets[utterance_N + 1][:, None]
-    row_NW = np.clip(chosen_N[:, None] + np.arange(-config.left_context, config.right_context + 1),
-                     begin_N1, end_N1 - 1)
-    features_ND = _with_side(windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1),
-                             frames, chosen_N)
+    row_NW = np.clip(chosen_N[:, None] + np.arange(-config.left_context, config.right_context + 1), begin_N1, end_N1 - 1)
+    features_ND = _with_side(windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1), frames, chosen_N)
     rest = {} if frames.weight_T is None else {"weight": windows(frames.weight_T, chosen_N[:, None])[:, 0]}
     return write_arrays(path, "features", features_ND.shape, [features_ND],
                         {**rest, "pdf": windows(frames.pdf_T, chosen_N[:, None])[:, 0]})

@@ -1,10 +1,7 @@
-"""Names, texts and records of many utterances in few bytes of memory each.
+"""Names, texts and records of N utterances in 8 to 30 bytes of memory each.
 
 A Python string of 14 characters takes 63 bytes and 8 for its place in a list, an object with five
-fields 500. The sequences of this module keep 8 to 30 bytes per item. They equal tuples of the same
-items.
-
-Letters: N items.
+fields 500. The sequences of this module equal tuples of the same items.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import operator
 import os
 import tempfile
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, TypeVar, overload
 
@@ -53,25 +51,31 @@ class Column(Sequence[Item]):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Strings(Column[str]):
-    """Strings, read once, as bytes in one array."""
+class _Parts(Column[Item]):
+    """Items of which `_ends` has the places where they end; the first entry is 0."""
 
-    def __init__(self, strings: Iterable[str]) -> None:
-        content, ends = bytearray(), array("q", [0])
-        for one in strings:
-            # JSON may hold half of a surrogate pair
-            content += one.encode("utf-8", "surrogatepass")
-            ends.append(len(content))
-        self._content, self._ends = bytes(content), ends
+    _ends: array[int]
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+
+class Strings(_Parts[str]):
+    """Strings, read once, as bytes in one array."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        content, self._ends = bytearray(), array("q", [0])
+        for one in strings:
+            # JSON may hold half of a surrogate pair
+            content += one.encode("utf-8", "surrogatepass")
+            self._ends.append(len(content))
+        self._content = bytes(content)
 
     def _item(self, at: int) -> str:
         return self._content[self._ends[at]:self._ends[at + 1]].decode("utf-8", "surrogatepass")
 
 
-class WordLists(Column[tuple[str, ...]]):
+class WordLists(_Parts[tuple[str, ...]]):
     """Lists of words, read once, as numbers of a vocabulary."""
 
     def __init__(self, lists: Iterable[Sequence[str]]) -> None:
@@ -81,9 +85,6 @@ class WordLists(Column[tuple[str, ...]]):
             self._numbers.extend(number_of.setdefault(word, len(number_of)) for word in words)
             self._ends.append(len(self._numbers))
         self._words = tuple(number_of)
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
 
     def _item(self, at: int) -> tuple[str, ...]:
         return tuple(self._words[n] for n in self._numbers[self._ends[at]:self._ends[at + 1]])
@@ -102,7 +103,7 @@ class Selected(Column[Item]):
         return self._source[self._chosen[at]]
 
 
-class Spool(Column[bytes]):
+class Spool(_Parts[bytes]):
     """Records, read once, in an unnamed file in the folder of temporary files (TMPDIR)."""
 
     def __init__(self, records: Iterable[bytes]) -> None:
@@ -113,9 +114,6 @@ class Spool(Column[bytes]):
             self._file.write(record)
             self._ends.append(self._ends[-1] + len(record))
         self._file.flush()
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
 
     def _item(self, at: int) -> bytes:
         begin = self._ends[at]
@@ -141,9 +139,7 @@ class Index:
             if 0 <= at < len(self._order_N) and self._key_at(at) == key:
                 self._next = at + 1
                 return at
-        number = hash(key)
-        first, end = (int(np.searchsorted(self._sorted_N, number, "left")),
-                      int(np.searchsorted(self._sorted_N, number, "right")))
+        first, end = (int(np.searchsorted(self._sorted_N, hash(key), side)) for side in ("left", "right"))
         for at in self._order_N[first:end].tolist():
             if self._key_at(at) == key:
                 self._next = at + 1
@@ -163,9 +159,6 @@ def selected(source: Sequence[Item], chosen: Sequence[int]) -> Sequence[Item]:
     return source if len(chosen) == len(source) else Selected(source, chosen)
 
 
-# JSON ---------------------------------------------------------------------------------------------
-
-
 def write_json(file: IO[str], lists: Mapping[str, Iterable[Any]]) -> None:
     """Write an object of lists as `json.dump` writes it, item by item."""
     begin = "{"
@@ -179,45 +172,31 @@ def write_json(file: IO[str], lists: Mapping[str, Iterable[Any]]) -> None:
 
 
 def read_json(text: str) -> Iterator[tuple[str, Iterator[Any]]]:
-    """Yield the names and the items of an object of lists; each list is read before the next.
+    """Yield names and items of an object of lists, list by list; ValueError for other text."""
+    decode, at = json.JSONDecoder().raw_decode, _after(text, 0, "{")
 
-    Raises ValueError if the text is not such an object.
-    """
-    decoder, at = json.JSONDecoder(), _after(text, 0, "{")
+    def items() -> Iterator[Any]:
+        """The items of the list at `at`, which ends behind its bracket."""
+        nonlocal at
+        is_first = True
+        while not text.startswith("]", at):
+            at = at if is_first else _after(text, at, ",")
+            is_first = False
+            item, at = decode(text, at)
+            at = _after(text, at)
+            yield item
+        at = _after(text, at, "]")
     while True:
-        name, at = decoder.raw_decode(text, at)
+        name, at = decode(text, at)
         at = _after(text, _after(text, at, ":"), "[")
-        items = _Items(text, at, decoder)
-        yield str(name), items
+        yield str(name), (of_list := items())
         # those that were not read
-        for _ in items:
-            pass
-        at = items.at
+        deque(of_list, maxlen=0)
         if not text.startswith(",", at):
             if _after(text, at, "}") != len(text):
                 raise ValueError("there is text after the object")
             return
         at = _after(text, at, ",")
-
-
-class _Items(Iterator[Any]):
-    """The items of a list in a text, up to its bracket."""
-
-    def __init__(self, text: str, at: int, decoder: json.JSONDecoder) -> None:
-        self._text, self.at, self._decoder = text, at, decoder
-        self._is_first, self._is_done = True, False
-
-    def __next__(self) -> Any:
-        if not self._is_done and self._text.startswith("]", self.at):
-            self.at, self._is_done = _after(self._text, self.at, "]"), True
-        if self._is_done:
-            raise StopIteration
-        if not self._is_first:
-            self.at = _after(self._text, self.at, ",")
-        self._is_first = False
-        item, at = self._decoder.raw_decode(self._text, self.at)
-        self.at = _after(self._text, at)
-        return item
 
 
 def _after(text: str, at: int, sign: str = "") -> int:

@@ -1,7 +1,4 @@
-"""Conversion of frames to the arrays of an archive, in chunks.
-
-Memory: the order takes 8 bytes per example. Features and labels may be memory-mapped. At most
-PIECE_BYTES of features are copied at once, for any length of the archive.
+"""Conversion of frames, which may be memory-mapped, to the arrays of an archive, in chunks.
 
 Letters: E examples, F frames per example, W window of an example with its context, D feature
 dimension, T frames. R side rows of S values (inputs besides the features), K those of an archive.
@@ -42,8 +39,7 @@ class ArchiveEntry(NamedTuple):
 
     sha256: str
     num_examples: int
-    # frames with a class and a weight, per position in an example
-    num_rows: list[int]
+    num_rows: list[int]  # frames with a class and a weight, per position in an example
 
 
 @dataclass(frozen=True)
@@ -54,15 +50,12 @@ class ExampleSource:
     pdf_T: npt.NDArray[np.int32]
     weight_T: npt.NDArray[np.float32] | None
     offsets: Ints           # of the utterances
-    # numbers of the examples, which are counted in the order of the frames
-    order_E: Ints
-    # number of the first example of each utterance, and the number of all
-    begin_U: Ints
+    order_E: Ints  # numbers of the examples, which are counted in the order of the frames
+    begin_U: Ints  # number of the first example of each utterance, and the number of all
     left_context: int
     right_context: int
     frames_per_eg: int
-    # see `Side`
-    side_RS: npt.NDArray[np.float32] | None = None
+    side_RS: npt.NDArray[np.float32] | None = None  # see `Side`
     side_T: npt.NDArray[np.int32] | None = None
 
     def place(self, begin: int, end: int) -> tuple[Ints, Ints]:
@@ -150,9 +143,6 @@ def windows(rows: npt.NDArray[Any], row_EW: Ints) -> npt.NDArray[Any]:
     return found
 
 
-# Writing processes --------------------------------------------------------------------------------
-
-
 class Target(NamedTuple):
     """One archive to write: examples `begin` to `end`."""
 
@@ -161,14 +151,12 @@ class Target(NamedTuple):
     end: int
 
 
-def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_writers: int,
-                       scratch: Path) -> list[ArchiveEntry]:
+def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_writers: int, scratch: Path) -> list[ArchiveEntry]:
     """Write all targets in new processes and return their index entries, in order.
 
     A process runs `python -m ngsgd.data.examples`, which reads its work as one line of JSON, maps
     the arrays and replies with one line. It is not a fork, because the caller may run threads.
-    Arrays that are not in files already are written to `scratch`. Raises OSError if the disk is
-    full, and DataError if a process died.
+    Arrays that are not in files already are written to `scratch`.
     """
     fields = vars(source).items()
     arrays = {name: _on_disk(value, scratch / name) for name, value in fields if isinstance(value, np.ndarray)}
@@ -195,7 +183,7 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
     line = process.stdout.readline()
     if not line:
         raise DataError(f"a process that wrote archives of examples ended with {process.wait()}; "
-                        "run again with egs.num_writers=1 to see the error.")
+                        "look for its error above, free memory, and run again.")
     answer = json.loads(line)
     if "errno" in answer:
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])

@@ -19,8 +19,7 @@ class Side:
     """Additional model inputs of a frame, such as an i-vector; many frames share a row."""
 
     rows_RS: npt.NDArray[np.float32]
-    # index of the row of each frame
-    row_T: npt.NDArray[np.int32]
+    row_T: npt.NDArray[np.int32]  # index of the row of each frame
 
     @property
     def dim(self) -> int:
@@ -33,10 +32,8 @@ class FrameSet:
 
     # unspliced, optionally memory-mapped; context is added during reading
     features_TD: npt.NDArray[np.float32]
-    # class (HMM state) of each frame
-    pdf_T: npt.NDArray[np.int32]
-    # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
-    offsets: npt.NDArray[np.int64]
+    pdf_T: npt.NDArray[np.int32]  # class (HMM state) of each frame
+    offsets: npt.NDArray[np.int64]  # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
     utt_ids: Sequence[str]
     # weight of each frame in the objf; 0 masks a frame; None: all weights are 1
     weight_T: npt.NDArray[np.float32] | None = None
@@ -46,14 +43,11 @@ class FrameSet:
         num_frames = self.features_TD.shape[0]
         if self.pdf_T.shape != (num_frames,) or self.offsets[-1] != num_frames or len(self.offsets) != len(self.utt_ids) + 1:
             raise DataError(f"{num_frames} frames, {len(self.pdf_T)} labels and offsets up to "
-                            f"{self.offsets[-1]} of {len(self.utt_ids)} utterances are "
-                            "inconsistent; prepare the data again.")
+                            f"{self.offsets[-1]} of {len(self.utt_ids)} utterances are inconsistent; prepare the data again.")
         if self.weight_T is not None and self.weight_T.shape != (num_frames,):
-            raise DataError(f"{num_frames} frames have {len(self.weight_T)} weights; prepare the "
-                            "data again.")
+            raise DataError(f"{num_frames} frames have {len(self.weight_T)} weights; prepare the data again.")
         if self.side is not None and self.side.row_T.shape != (num_frames,):
-            raise DataError(f"{num_frames} frames have {len(self.side.row_T)} side rows; prepare "
-                            "the data again.")
+            raise DataError(f"{num_frames} frames have {len(self.side.row_T)} side rows; prepare the data again.")
 
     @classmethod
     def of_utterance(cls, features_TD: npt.NDArray[np.float32], side: Side | None = None) -> FrameSet:

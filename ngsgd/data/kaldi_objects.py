@@ -1,8 +1,7 @@
 """Kaldi objects in binary and text form: matrices, compressed matrices, vectors, int32 vectors.
 
-Only these forms are read. File content is never executed: pipes and pickles, which other readers
-accept, are rejected. Each size in a header is compared with the remaining bytes before memory is
-allocated.
+Only these are read. Pipes and pickles, which other readers execute, are rejected, and each size in
+a header is compared with the remaining bytes before memory is allocated.
 
     place = parse_place("feats.ark:12[0:19,3:5]")   # file, offset, rows and columns
     with open_object(path, place) as source:
@@ -11,6 +10,7 @@ allocated.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
@@ -28,12 +28,10 @@ from ngsgd.files import named_in, open_regular
 Array = npt.NDArray[Any]
 
 # magic numbers of other formats; kaldiio reads the first five, and unpickles the first
-_FOREIGN = {
-    b"PKL": "a Python pickle", b"NPY": "a NumPy array of kaldiio", b"AUDIO": "audio of kaldiio",
-    b"RIFF": "wav audio",
-    b"fLaC": "flac audio", b"\x93NUMPY": "a NumPy file", b"PK\x03\x04": "a zip archive",
-    b"\x1f\x8b": "gzip data", b"\x80": "a Python pickle",
-}
+_FOREIGN = {b"PKL": "a Python pickle", b"NPY": "a NumPy array of kaldiio",
+            b"AUDIO": "audio of kaldiio", b"RIFF": "wav audio", b"fLaC": "flac audio",
+            b"\x93NUMPY": "a NumPy file", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip data",
+            b"\x80": "a Python pickle"}
 _LONGEST_KEY = 4096
 # Kaldi allows a row range to end up to this many rows after the last row
 _MAX_BEYOND = 3
@@ -44,9 +42,6 @@ _INT_VECTOR = np.dtype([("size", "u1"), ("value", "<i4")])
 
 class KaldiFormatError(ValueError):
     """The content is not a supported Kaldi object; the message is the reason."""
-
-
-# Sources ------------------------------------------------------------------------------------------
 
 
 class Source:
@@ -85,9 +80,7 @@ class Source:
         kind = np.dtype(dtype)
         if min(shape) < 0 or (len(shape) > 1 and (shape[0] == 0) != (shape[1] == 0)):
             raise KaldiFormatError(f"its header has the invalid size {' x '.join(map(str, shape))}")
-        size = kind.itemsize
-        for length in shape:
-            size *= length
+        size = kind.itemsize * math.prod(shape)
         if not 0 <= size <= self.left:
             raise KaldiFormatError(f"its header requires {size} bytes, but only {self.left} follow")
         found = np.empty(shape, kind)
@@ -123,17 +116,13 @@ class Source:
             raise KaldiFormatError(f"expected {expected!r}, found {found!r}")
 
 
-# Places -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Place:
     """Target of a .scp entry: a file, optionally an offset and ranges of rows and columns."""
 
     file: str
     offset: int = 0
-    # first and last index, from 0
-    rows: tuple[int, int] | None = None
+    rows: tuple[int, int] | None = None  # first and last index, from 0
     columns: tuple[int, int] | None = None
 
     def resolve(self, folder: Path) -> Path:
@@ -146,8 +135,7 @@ class Place:
             return matrix
         if matrix.ndim != 2:
             raise KaldiFormatError("a range requires a matrix, but this is a vector")
-        return matrix[_slice(self.rows, len(matrix), "rows", _MAX_BEYOND),
-                      _slice(self.columns, matrix.shape[1], "columns", 1)]
+        return matrix[_slice(self.rows, len(matrix), "rows", _MAX_BEYOND), _slice(self.columns, matrix.shape[1], "columns", 0)]
 
 
 def parse_place(value: str) -> Place:
@@ -180,8 +168,7 @@ def _range(text: str) -> tuple[int, int] | None:
         return None
     match = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
     if not match or int(match[1]) > int(match[2]):
-        raise KaldiFormatError(f"has the invalid range [{text}]; expected first:last, counted from "
-                               "0")
+        raise KaldiFormatError(f"has the invalid range [{text}]; expected first:last, counted from 0")
     return int(match[1]), int(match[2])
 
 
@@ -189,7 +176,7 @@ def _slice(ends: tuple[int, int] | None, size: int, what: str, beyond: int) -> s
     if ends is None:
         return slice(None)
     first, last = ends
-    if first >= size or last >= size + (beyond if beyond > 1 else 0):
+    if first >= size or last >= size + beyond:
         raise KaldiFormatError(f"the range {first}:{last} exceeds its {size} {what}")
     return slice(first, min(last, size - 1) + 1)
 
@@ -204,14 +191,8 @@ def open_source(path: Path, offset: int = 0) -> Iterator[Source]:
         yield source
 
 
-# Objects ------------------------------------------------------------------------------------------
-
-
 def read_object(source: Source) -> Array:
-    """Read a float matrix or vector, or an int32 vector, from the current position.
-
-    The array is writable. Raises KaldiFormatError if the object is another one, or is damaged.
-    """
+    """Read a float matrix or vector, or int32 vector, writable; KaldiFormatError for others."""
     head = source.peek(6)
     if not head.startswith(b"\0B"):
         if kind := foreign_kind(head):
@@ -273,12 +254,7 @@ def _read_compressed(source: Source, kind: bytes) -> Array:
     levels_D4 = source.array("<u2", num_columns, 4).astype(np.float32)
     quantile_D4 = np.float32(low) + np.float32(span) * _PER_LEVEL_16 * levels_D4
     level_DT = source.array("u1", num_columns, num_rows)
-    return np.ascontiguousarray(np.take_along_axis(_value_of_level(quantile_D4), level_DT,
-                                                   axis=1).T)
-
-
-def _value_of_level(quantile_D4: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """D x 256: values between the quantiles at levels 0, 64, 192 and 255."""
+    # D x 256: values between the quantiles at levels 0, 64, 192 and 255
     found = np.empty((len(quantile_D4), 256), np.float32)
     for begin, end, at in ((0, 64, 0), (64, 192, 1), (192, 255, 2)):
         level = np.arange(begin, end + 1, dtype=np.float32) - np.float32(begin)
@@ -288,7 +264,7 @@ def _value_of_level(quantile_D4: npt.NDArray[np.float32]) -> npt.NDArray[np.floa
         # the quantile in the middle belongs to the part before it
         first = begin + 1 if begin else 0
         found[:, first:end + 1] = value[:, first - begin:]
-    return found
+    return np.ascontiguousarray(np.take_along_axis(found, level_DT, axis=1).T)
 
 
 def _read_text(source: Source) -> Array:
@@ -320,8 +296,7 @@ def _numbers(line: bytes, dtype: type[np.float32] | type[np.int32]) -> Array:
             raise ValueError("_ in a number")
         wide = np.array(fields, np.float64 if dtype is np.float32 else np.int64)
     except (ValueError, OverflowError) as error:
-        raise KaldiFormatError(f"{line[:40]!r} does not consist of numbers in the text form of "
-                               "Kaldi") from error
+        raise KaldiFormatError(f"{line[:40]!r} does not consist of numbers in the text form of Kaldi") from error
     if dtype is np.int32 and len(wide) and (wide.min() < -2**31 or wide.max() >= 2**31):
         raise KaldiFormatError(f"{line[:40]!r} has an integer beyond 32 bits")
     with np.errstate(over="ignore"):

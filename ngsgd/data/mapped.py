@@ -1,7 +1,4 @@
-"""Arrays in .npy files, written and read in blocks: memory does not depend on their length.
-
-Letters: T rows, D columns.
-"""
+"""Arrays in .npy files, written and read in blocks of bounded memory; T rows, D columns."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ BLOCK_ROWS = 1 << 16
 
 
 def write_rows(path: Path, shape: tuple[int, int], pieces: Iterable[Matrix]) -> Matrix:
-    """Write consecutive pieces of rows as one .npy file, as `np.save` does, and map it read-only.
-
-    One piece at a time is in memory.
-    """
+    """Write pieces of rows, one at a time in memory, as `np.save` does; map the file read-only."""
     return write_array(path, shape, pieces, np.dtype(np.float32))
 
 
@@ -40,10 +34,7 @@ def write_array(path: Path, shape: tuple[int, ...], pieces: Iterable[npt.NDArray
 
 
 def concatenated(pieces: Iterable[Array], shape: tuple[int, ...], source: npt.NDArray[Any]) -> Array:
-    """Concatenate pieces: in memory, or in an unnamed file next to the file that `source` maps.
-
-    The pieces have the same type.
-    """
+    """Concatenate pieces of one type: in memory, or in an unnamed file next to that of `source`."""
     filename = getattr(source, "filename", None)
     if filename is None:
         return np.concatenate(list(pieces))  # type: ignore[return-value]
@@ -85,9 +76,7 @@ def release(array: npt.NDArray[np.generic]) -> None:
         base.madvise(mmap.MADV_DONTNEED)
 
 
-def _write(file: BinaryIO, shape: tuple[int, ...], pieces: Iterable[npt.NDArray[Any]],
-           dtype: np.dtype[Any]) -> int:
-    """Write header and rows; return the position of the first row."""
+def _write(file: BinaryIO, shape: tuple[int, ...], pieces: Iterable[npt.NDArray[Any]], dtype: np.dtype[Any]) -> int:
     layout = {"descr": dtype.str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, layout)
     begin, num_rows = file.tell(), 0

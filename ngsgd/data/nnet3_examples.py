@@ -33,14 +33,12 @@ class Nnet3Example:
     """Consecutive labeled frames with their context."""
 
     key: str
-    # from frame -left_context
-    features_WD: npt.NDArray[np.float32]
+    features_WD: npt.NDArray[np.float32]  # from frame -left_context
     left_context: int
     pdf_F: npt.NDArray[np.int32]           # of frames 0 to F - 1
     weight_F: npt.NDArray[np.float32]
     num_classes: int
-    # one for all frames
-    ivector_S: npt.NDArray[np.float32] | None = None
+    ivector_S: npt.NDArray[np.float32] | None = None  # one for all frames
 
 
 def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
@@ -56,11 +54,8 @@ def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
 def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
     """Read the examples of an archive with the inputs and outputs "input" and "output", in order.
 
-    Each example holds one sequence. An input "ivector" is read too, others are ignored. Matrices
-    may be compressed.
-
-    Raises:
-        DataError: the file is not such an archive.
+    Each has one sequence. An input "ivector" is read too, others are ignored. Raises DataError for
+    any other file.
     """
     key = ""
     try:
@@ -71,9 +66,6 @@ def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
     except (OSError, struct.error, ValueError, IndexError, KeyError) as error:
         raise DataError(f"{path} cannot be read as an archive of nnet3 examples, at {key[:40]!r} "
                         f"({error}); create it again with nnet3-get-egs.") from error
-
-
-# Writing ------------------------------------------------------------------------------------------
 
 
 def _encoded(example: Nnet3Example) -> bytes:
@@ -103,9 +95,6 @@ def _int(value: int) -> bytes:
     return b"\4" + struct.pack("<i", value)
 
 
-# Reading ------------------------------------------------------------------------------------------
-
-
 def _decoded(key: str, source: Source) -> Nnet3Example:
     source.expect(b"\0B")
     source.expect(b"<Nnet3Eg> <NumIo> ")
@@ -113,7 +102,17 @@ def _decoded(key: str, source: Source) -> Nnet3Example:
     for _ in range(source.int32()):
         source.expect(b"<NnetIo> ")
         name = source.word().decode(errors="replace")
-        times = _read_times(source)
+        source.expect(b"<I1V> ")
+        times: list[int] = []
+        for _ in range(source.int32()):
+            [step] = struct.unpack("b", source.take(1))
+            if step == _ESCAPE:
+                n, t, x = (source.int32() for _ in range(3))
+                if n or x:
+                    raise ValueError("it holds several sequences; split it with nnet3-copy-egs before merging")
+                times.append(t)
+            else:
+                times.append((times[-1] if times else 0) + step)
         found[name] = times, _read_matrix(source)
         source.expect(b"</NnetIo> ")
     source.expect(b"</Nnet3Eg> ")
@@ -131,40 +130,17 @@ def _decoded(key: str, source: Source) -> Nnet3Example:
 
 @dataclass(frozen=True)
 class _Sparse:
-    """A sparse matrix with one element in each row."""
-
     column_F: npt.NDArray[np.int32]
     value_F: npt.NDArray[np.float32]
     num_columns: int
 
 
-def _read_times(source: Source) -> list[int]:
-    source.expect(b"<I1V> ")
-    times: list[int] = []
-    for _ in range(source.int32()):
-        [step] = struct.unpack("b", source.take(1))
-        if step == _ESCAPE:
-            n, t, x = (source.int32() for _ in range(3))
-            if n or x:
-                raise ValueError("it holds several sequences; split it with nnet3-copy-egs before "
-                                 "merging")
-            times.append(t)
-        else:
-            times.append((times[-1] if times else 0) + step)
-    return times
-
-
 def _read_matrix(source: Source) -> npt.NDArray[np.float32] | _Sparse:
-    kind = source.word(16)
-    if kind == b"SM":
-        return _read_sparse(source)
-    matrix = read_float_object(source, kind)
-    if matrix.ndim != 2:
-        raise ValueError("expected a matrix, found a vector")
-    return matrix.astype(np.float32, copy=False)
-
-
-def _read_sparse(source: Source) -> _Sparse:
+    if (kind := source.word(16)) != b"SM":
+        matrix = read_float_object(source, kind)
+        if matrix.ndim != 2:
+            raise ValueError("expected a matrix, found a vector")
+        return matrix.astype(np.float32, copy=False)
     columns, values, width = [], [], 0
     for _ in range(source.int32()):
         source.expect(b"SV ")
@@ -175,6 +151,5 @@ def _read_sparse(source: Source) -> _Sparse:
         source.expect(b"\4")
         values.append(struct.unpack("<f", source.take(4))[0])
         if not 0 <= columns[-1] < width or not math.isfinite(values[-1]):
-            raise ValueError(f"a frame has the label {columns[-1]} of {width} and the weight "
-                             f"{values[-1]}")
+            raise ValueError(f"a frame has the label {columns[-1]} of {width} and the weight {values[-1]}")
     return _Sparse(np.array(columns, np.int32), np.array(values, np.float32), width)

@@ -1,7 +1,6 @@
 """Reader of minibatches from archives of examples, ordered by (seed, outer iteration, job).
 
-Archives are memory-mapped and rows are copied minibatch by minibatch. A reader therefore holds only
-a few minibatches for archives of any length, and the system can reclaim cached pages at any time.
+Archives are memory-mapped, and a reader holds only a few minibatches for archives of any length.
 
 Letters: E examples, F frames per example, W window of spliced frames, D feature dimension, N rows.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.config import AugmentConfig
-from ngsgd.data.archives import INDEX, UTTERANCES, EgsInfo, archive_name, diagnostic_name, read_index, read_index_file
+from ngsgd.data.archives import INDEX, UTTERANCES, EgsInfo, archive_name, diagnostic_name, read_index_file
 from ngsgd.data.examples import is_row
 from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
 from ngsgd.data.fetching.source import UnsoundFileError
@@ -52,40 +51,25 @@ class Minibatch(NamedTuple):
 class Example:
     """Consecutive frames of one utterance with their context, as stored in an archive."""
 
-    # W = left context + F + right context
-    features_WD: npt.NDArray[np.float32]
-    # NO_FRAME after the end of the utterance
-    pdf_F: npt.NDArray[np.int32]
+    features_WD: npt.NDArray[np.float32]  # W = left context + F + right context
+    pdf_F: npt.NDArray[np.int32]  # NO_FRAME after the end of the utterance
     weight_F: npt.NDArray[np.float32]
     utt_id: str
-    # such as its speaker; empty if unknown
-    group: str
-    # side row of each frame
-    side_FS: npt.NDArray[np.float32] | None = None
+    group: str  # such as its speaker; empty if unknown
+    side_FS: npt.NDArray[np.float32] | None = None  # side row of each frame
 
 
 class EgsReader:
     """The archives of one directory.
 
-    The checksum of each file is verified at its first use in a process.
+    The checksum of each file is verified at its first use in a process. `files` gives them on a
+    node that does not see the directory. Default: read in place.
     """
 
     def __init__(self, directory: Path, files: Files | None = None) -> None:
-        """Open a directory.
-
-        Args:
-            directory: folder on the coordinator's machine.
-            files: its files on a node that does not see it. Default: read in place.
-        """
         self.directory = directory
         self.files = files or LocalFiles(directory)
-        try:
-            self.info = read_index(directory) if files is None else read_index_file(files.root(INDEX))
-        except UnsoundFileError as error:
-            raise DataError(str(error)) from error
-        except FormatError as error:
-            raise DataError(f"{directory} is not a directory of examples ({error}); remove it and "
-                            "run again.") from error
+        self.info = index_in(directory, self.files, INDEX, "examples", read_index_file)
 
     def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int, first: int = 0,
                     stop: int | None = None, augment: AugmentConfig | None = None, prefetch: int = 0,
@@ -95,9 +79,7 @@ class EgsReader:
         Args:
             shard: archive, and position of the frame in its examples.
             size: rows of a minibatch; the last one may be smaller.
-            seed: seed of the run.
-            outer_iter: outer iteration, part of the seed of the order.
-            job: number of the job, part of the seed of the order.
+            seed, outer_iter, job: seed of the order.
             first: first minibatch of the pass to yield; the sequence is the same for any value.
             stop: end of the minibatches to yield; None for the end of the pass.
             augment: SpecAugment settings; None for no masks.
@@ -120,7 +102,7 @@ class EgsReader:
                     drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
                     # side rows have no frames to mask
                     windows_ND = minibatch.x_ND[:, :self.info.num_spliced]
-                    mask_windows(windows_ND, rows.width, masks, drawn, out=windows_ND)
+                    mask_windows(windows_ND, rows.width, drawn, out=windows_ND)
                 yield minibatch
         return ahead(made(), prefetch)
 
@@ -148,8 +130,7 @@ class EgsReader:
 
     def diagnostic(self, subset: str) -> Minibatch:
         """Return the fixed subset "train" or "valid", copied to memory."""
-        name = diagnostic_name(subset)
-        file = opened(self.files, self.directory, name, self._digest(name))
+        file = self._opened(diagnostic_name(subset))
         weight_N = file.get("weight")
         return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(),
                          None if weight_N is None else torch.tensor(weight_N))
@@ -164,8 +145,7 @@ class EgsReader:
 
     def archive_arrays(self, archive: int) -> ArrayFile:
         """Return the mapped arrays of an archive; see `ngsgd.data.examples.write_archive`."""
-        name = archive_name(archive)
-        return opened(self.files, self.directory, name, self._digest(name), archive)
+        return self._opened(archive_name(archive), archive)
 
     def groups(self) -> tuple[list[str], list[str]]:
         """Return (utterance ids, group of each) by index; no groups if they are unknown."""
@@ -193,17 +173,28 @@ class EgsReader:
             raise DataError(f"{path} is not a list of utterances ({error}); remove "
                             f"{self.directory} and run again.") from error
 
+    def _opened(self, name: str, archive: int | None = None) -> ArrayFile:
+        return opened(self.files, self.directory, name, self._digest(name), archive)
+
     def _digest(self, name: str) -> str:
         return str(self.info.sha256.get(name, ""))
+
+
+def index_in(directory: Path, files: Files, name: str, what: str, read: Callable[[Path], Item]) -> Item:
+    """Return the index of a directory; raise DataError if it is missing or damaged."""
+    try:
+        return read(files.root(name))
+    except UnsoundFileError as error:
+        raise DataError(str(error)) from error
+    except FormatError as error:
+        raise DataError(f"{directory} is not a directory of {what} ({error}); remove it and run again.") from error
 
 
 def opened(files: Files, directory: Path, name: str, digest: str, archive: int | None = None) -> ArrayFile:
     """Return the mapped arrays of a file of `directory`.
 
-    Raises:
-        DamagedArchiveError: the file, which is archive number `archive`, is missing or damaged.
-        DataError: the same of a file that is no archive.
-        NodeCacheError: there is no room to fetch it.
+    Raises DamagedArchiveError if the file, archive number `archive`, is missing or damaged, and
+    DataError if it is no archive; NodeCacheError if there is no room to fetch it.
     """
     try:
         return files.arrays(name, digest)
@@ -214,8 +205,6 @@ def opened(files: Files, directory: Path, name: str, digest: str, archive: int |
 
 
 class _Rows:
-    """One position of the examples of an archive."""
-
     def __init__(self, file: ArrayFile, frame: int, info: EgsInfo) -> None:
         self.file = file
         self.width = info.left_context + 1 + info.right_context
@@ -243,22 +232,22 @@ class _Rows:
         return Minibatch(x_ND, self._pdf_E[chosen_N], None if self._weight_E is None else self._weight_E[chosen_N])
 
 
-# SpecAugment --------------------------------------------------------------------------------------
+# of a time mask in frames and of a frequency mask in features
+MAX_WIDTHS = (3, 8)
 
 
-def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.random.Generator,
-                 out: Tensor | None = None, probability: float = 0.5) -> Tensor:
+def mask_windows(x_ND: Tensor, window: int, random: np.random.Generator, out: Tensor | None = None,
+                 probability: float = 0.5, max_widths: tuple[int, int] = MAX_WIDTHS) -> Tensor:
     """Mask rows of `window` spliced frames, each with the given probability; `out` may be `x_ND`.
 
-    SpecAugment (arXiv 1904.08779, section 2): each row is a separate small spectrogram. Ranges of 0
-    to `spec_time_frames` frames and of 0 to `spec_freq_bins` features, with a uniform random start,
-    are replaced by its mean, which carries no information under any normalization. Time warping is
-    omitted: a window of about 10 frames is too short for it.
+    SpecAugment (arXiv 1904.08779, section 2) of each row, without time warping. A range of frames
+    and a range of features are replaced by the mean of the row. Widths up to `max_widths` and
+    starts are uniform random.
     """
     num_rows, dim = len(x_ND), x_ND.shape[1] // window
     is_chosen_N = random.random(num_rows) < probability
-    time_NW = _covered(random, num_rows, window, config.spec_time_frames)
-    freq_ND = _covered(random, num_rows, dim, config.spec_freq_bins)
+    time_NW = _covered(random, num_rows, window, max_widths[0])
+    freq_ND = _covered(random, num_rows, dim, max_widths[1])
     hidden_NWD = is_chosen_N[:, None, None] & (time_NW[:, :, None] | freq_ND[:, None, :])
     return torch.where(torch.from_numpy(hidden_NWD).flatten(1), x_ND.mean(dim=1, keepdim=True), x_ND, out=out)
 
@@ -271,15 +260,8 @@ def _covered(random: np.random.Generator, num_rows: int, size: int, max_width: i
     return np.asarray((place_S >= begin_N[:, None]) & (place_S < (begin_N + width_N)[:, None]))
 
 
-# Prefetching --------------------------------------------------------------------------------------
-
-
 def ahead(items: Iterator[Item], depth: int) -> Iterator[Item]:
-    """Yield the same items in the same order, with up to `depth` of them prepared in advance.
-
-    With `depth` 0 there is no thread. Exceptions of `items` are raised at their position. The
-    thread ends when the reader stops reading.
-    """
+    """Yield `items`, up to `depth` of them prepared by a thread; exceptions keep their position."""
     if not depth:
         yield from items
         return

@@ -1,19 +1,9 @@
 """Shuffle quality of archives: each should resemble a random sample of the corpus.
 
-A job reads one archive per pass (C.2 of arXiv 1410.7455). If archives differ in their classes or
-speakers, the parameters of jobs diverge and their average is worse. There are two figures per
-archive, for the classes of the frames of a pass and for the groups (speakers) of its examples.
-
-entropy: of its distribution in nats, compared with a random sample of its size. With K values of
-probabilities p in a corpus of N samples, a sample of n has to first order in 1/n:
-
-    mean      H(p) - (K - 1) / (2 n) (1 - n/N)       (Miller 1955, Madow 1948; without replacement)
-    variance  (sum p ln^2 p - H^2) / n (1 - n/N) + (K - 1) / (2 n^2) (1 - n/N)^2
-
-divergence: 2 n KL(archive || corpus) / ((K - 1) (1 - n/N)). It is 1 for a random sample (the
-G-test), and large if archives differ.
-
-Both are meaningless if n is less than a few times K.
+If archives differ in their classes or speakers, the parameters of jobs diverge and their average is
+worse. The figure of an archive is the divergence 2 n KL(archive || corpus) / ((K - 1) (1 - n/N)),
+with K values in a corpus of N samples and an archive of n. It is 1 for a random sample (the
+G-test), large if archives differ, and meaningless if n is less than a few times K.
 
 Letters: A archives, K values, E examples, F frames per example.
 """
@@ -40,16 +30,7 @@ class Mixing:
 
     what: str              # "classes" or "groups"
     num_values: int        # K
-    entropy_A: Floats      # nats
-    expected_A: Floats     # of a random order
-    # standard deviation for a random order
-    deviation_A: Floats
     divergence_A: Floats   # 1 for a random order
-
-    @property
-    def farthest(self) -> float:
-        """Largest distance of an entropy from its expected value, in standard deviations."""
-        return float(np.abs((self.entropy_A - self.expected_A) / self.deviation_A).max())
 
     @property
     def divergence(self) -> float:
@@ -90,24 +71,15 @@ def mixing(reader: EgsReader) -> list[Mixing]:
 
 
 def _of(what: str, count_PAK: Floats) -> Mixing:
-    """Average the figures over P partitions of the same archives."""
-    parts = [measure_one(count_AK[:, count_AK.any(axis=0)]) for count_AK in count_PAK if count_AK.any()]
-    entropy_A, expected_A, deviation_A, divergence_A = (np.mean(values, axis=0) for values in zip(*parts, strict=True))
-    return Mixing(what, int(count_PAK.any(axis=(0, 1)).sum()), entropy_A, expected_A, deviation_A, divergence_A)
+    parts = [divergences(count_AK[:, count_AK.any(axis=0)]) for count_AK in count_PAK if count_AK.any()]
+    return Mixing(what, int(count_PAK.any(axis=(0, 1)).sum()), np.mean(parts, axis=0))
 
 
-def measure_one(count_AK: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+def divergences(count_AK: Floats) -> Floats:
+    """Return the divergence of each archive from all together."""
     count_K, num_A = count_AK.sum(axis=0), np.maximum(count_AK.sum(axis=1), 1.0)
     p_K, num_free = count_K / count_K.sum(), max(count_AK.shape[1] - 1, 1)
     left_A = np.maximum(1.0 - num_A / num_A.sum(), 1e-12)   # without replacement
-    entropy = float(_entropy(p_K))
     share_AK = count_AK / num_A[:, None]
-    variance_A = (float((p_K * np.log(p_K) ** 2).sum()) - entropy ** 2) / num_A * left_A \
-        + num_free / (2.0 * num_A ** 2) * left_A ** 2
     logs_AK = np.log(np.where(share_AK > 0.0, share_AK / p_K, 1.0))
-    divergence_A = 2.0 * num_A * (share_AK * logs_AK).sum(axis=1) / (num_free * left_A)
-    return (_entropy(share_AK), entropy - num_free / (2.0 * num_A) * left_A, np.sqrt(np.maximum(variance_A, 1e-24)), divergence_A)
-
-
-def _entropy(share_K: Floats) -> Floats:
-    return np.asarray(-(share_K * np.log(np.where(share_K > 0.0, share_K, 1.0))).sum(axis=-1))
+    return np.asarray(2.0 * num_A * (share_AK * logs_AK).sum(axis=1) / (num_free * left_A))

@@ -42,11 +42,18 @@ def write_arrays(path: Path, first: str, shape: tuple[int, ...], pieces: Iterabl
     """
     digest = hashlib.sha256()
     layout = {first: (np.dtype("<f4"), shape), **{name: (array.dtype, array.shape) for name, array in rest.items()}}
+    entries, begin = {}, 0
+    for name, (dtype, size) in layout.items():
+        end = begin + dtype.itemsize * math.prod(size)
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [begin, end]}
+        begin = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
     with path.open("wb") as file:
         def write(content: bytes | memoryview) -> None:
             file.write(content)
             digest.update(content)
-        write(_header(layout))
+        write(len(header).to_bytes(8, "little") + header)
         for array in pieces:
             write(_bytes_of(array))
         for array in rest.values():
@@ -58,10 +65,7 @@ class ArrayFile:
     """The arrays of a file by name, memory-mapped: only accessed pages are read."""
 
     def __init__(self, path: Path, *, is_locked: bool = False) -> None:
-        """Map a file; raises FormatError if it has another format, or is truncated.
-
-        With `is_locked` the file has a shared lock until the map is freed.
-        """
+        """Map a file, with a shared lock if `is_locked`; FormatError if it is no such file."""
         self.path = path
         with open_regular(path) as file:
             if is_locked:
@@ -98,17 +102,6 @@ class ArrayFile:
     def will_need(self) -> None:
         """Request read-ahead of the file: access is random, but nearly all examples are used."""
         self._map.madvise(mmap.MADV_WILLNEED)
-
-
-def _header(layout: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> bytes:
-    entries, begin = {}, 0
-    for name, (dtype, shape) in layout.items():
-        end = begin + dtype.itemsize * math.prod(shape)
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes_of(array: Array) -> memoryview:

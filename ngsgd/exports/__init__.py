@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ngsgd.asr.bundle_files import write_file
+from ngsgd.asr.bundle import write_file
 from ngsgd.errors import ConfigError
-from ngsgd.exports import huggingface, onnx, sherpa, torch_program
+from ngsgd.exports import huggingface, onnx, sherpa
 from ngsgd.exports.source import Source
 from ngsgd.runs.recognizer import open_bundle
 
 # format -> writer, which returns the paths written, the main one first
 WRITERS: Mapping[str, Callable[[Source, Path], list[Path]]] = {
-    "onnx": onnx.write, "torch": torch_program.write, "sherpa-onnx": sherpa.write,
+    "onnx": onnx.write, "torch": onnx.write_program, "sherpa-onnx": sherpa.write,
     "huggingface": huggingface.write}
 
 
 def export(model: str, format_name: str, output: Path, *, license_id: str = "unknown",
            trust: bool = False, changed: Mapping[str, Any] | None = None) -> list[Path]:
-    """Write a model to a new file or folder.
+    """Write a model to a new file or folder, and return the files.
 
     Args:
         model: a run folder, a run by its name under runs/, or a bundle.
@@ -30,18 +30,10 @@ def export(model: str, format_name: str, output: Path, *, license_id: str = "unk
         trust: import the module that a run names (see docs/own-model.md). Default: False.
         changed: arguments of `Bundle.with_words`: other words or decoding weights. Default: none.
 
-    Returns:
-        The files written.
-
     Raises:
         ConfigError: the format does not support this model, or a custom module may not be imported.
         MissingExtraError: a package of the format is not installed.
         CheckpointError: the run has not ended, or a file of its model is damaged.
-
-    Example:
-        With a finished run in runs/RUN:
-
-            export("runs/RUN", "onnx", Path("model.onnx"))
     """
     require_new(output)
     bundle = open_bundle(model, trust=trust)

@@ -1,6 +1,4 @@
-"""Exchange with Kaldi: export of models, features, alignments, lexicon and examples; model
-import.
-"""
+"""Exchange with Kaldi: export of models, data, alignments and examples; import of models."""
 
 from __future__ import annotations
 
@@ -30,8 +28,6 @@ from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.runs.final_model import load_final, write_final
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.worker import make_optimizer
-
-# Models -------------------------------------------------------------------------------------------
 
 
 def export_model(folder: RunFolder, training: RunConfig, output: Path, *, trust: bool) -> list[Path]:
@@ -66,25 +62,20 @@ def import_model(content: bytes, priors: bytes, output: Path) -> None:
     prior_P = vector_from_bytes(priors).astype(np.float64) if priors else np.full(made.num_classes, 1.0 / made.num_classes)
     if len(prior_P) != made.num_classes or prior_P.min() <= 0.0:
         raise DataError(f"The priors are {len(prior_P)} numbers with minimum {prior_P.min():g}, "
-                        f"but the model has {made.num_classes} classes; write one number above 0 "
-                        "for each class.")
-    window = made.window
-    about = {"model": asdict(made.config), "num_inputs": window.num_inputs,
-             "num_classes": made.num_classes, **window._asdict(), "priors": prior_P.tolist(), "stage": None, "class_counts": [],
+                        f"but the model has {made.num_classes} classes; write one number above 0 for each class.")
+    about = {"model": asdict(made.config), "num_inputs": made.window.num_inputs,
+             "num_classes": made.num_classes, **made.window._asdict(), "priors": prior_P.tolist(),
+             "stage": None, "class_counts": [],
              "objective": "ce" if network.has_softmax else "lfmmi"}
     output.mkdir(parents=True, exist_ok=True)
     write_final(output / "final", made.model, about, made.transform)
-
-
-# Data ---------------------------------------------------------------------------------------------
 
 
 def export_data(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Path) -> list[Path]:
     """Write a data directory of each set, and the lexicon."""
     if config.adaptation.lda_dim:
         raise ConfigError(f"{folder.path} has adapted features (adaptation.lda_dim), and Kaldi "
-                          "data directories hold features before adaptation; export the data of a "
-                          "run without it.")
+                          "data directories hold features before adaptation; export the data of a run without it.")
     sets = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
     for name, speech in sets.items():
         export_set(speech, output / name, ivector_period=config.ivectors.period)
@@ -93,10 +84,7 @@ def export_data(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Pa
 
 
 def export_language(language: Language, sets: Mapping[str, SpeechSet], output: Path, *, of_graph: bool) -> list[Path]:
-    """Write the lexicon, and the alignment of all sets with the table of its pdfs.
-
-    The table is also written next to the alignment of each set.
-    """
+    """Write lexicon and alignment; the table of pdfs is also next to the alignment of each set."""
     topology = language.topology
     write_text(output / "lexicon.txt", "".join(f"{word} {' '.join(phones)}\n" for word, spoken in topology.lexicon.items()
                                                for phones in spoken))
@@ -111,15 +99,24 @@ def export_language(language: Language, sets: Mapping[str, SpeechSet], output: P
 
 
 def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
-    """Write features before normalization, their statistics, ali.ark, text, utt2spk and
-    i-vectors.
-    """
-
-
+    """Write features before normalization with their statistics, i-vectors, labels and tables."""
     place.mkdir(exist_ok=True)
     utt_ids, side = speech.frames.utt_ids, speech.frames.side
     tables.write_matrices(place / "feats.ark", ((utt_id, speech.raw(u)) for u, utt_id in enumerate(utt_ids)))
-    _export_cmvn(speech, place)
+    stats = speech.cmvn.stats if speech.cmvn else {}
+    if GLOBAL in stats:
+        # of all training speech, with online means, for apply-cmvn-online, which only subtracts
+        # means; the fixed scale is for transform-feats
+        tables.write_matrix(place / "global_cmvn.stats", stats[GLOBAL])
+        scale_DD = np.diag(1.0 / mean_and_deviation(stats[GLOBAL])[1]).astype(np.float32)
+        tables.write_matrix(place / "scale.mat", scale_DD)
+        spoken: dict[str, list[str]] = {}
+        for utt_id, speaker in zip(utt_ids, speech.speakers, strict=True):
+            spoken.setdefault(speaker, []).append(utt_id)
+        rows = [f"{speaker} {' '.join(names)}\n" for speaker, names in sorted(spoken.items())]
+        write_text(place / "spk2utt", "".join(rows))
+    elif stats:
+        tables.write_matrices(place / "cmvn.ark", sorted(stats.items()))
     if speech.is_aligned:
         tables.write_int_vectors(place / "ali.ark", zip(utt_ids, speech.split_pdfs(), strict=True))
     if side is not None:
@@ -129,27 +126,6 @@ def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
     lines = {"text": [" ".join(words) for words in speech.texts], "utt2spk": list(speech.speakers)}
     for table, values in lines.items():
         write_text(place / table, "".join(f"{utt_id} {value}\n" for utt_id, value in sorted(zip(utt_ids, values, strict=True))))
-
-
-def _export_cmvn(speech: SpeechSet, place: Path) -> None:
-    """Write cmvn.ark and .scp, by utterance or speaker.
-
-    With online means these are the statistics of all training speech for apply-cmvn-online, which
-    only subtracts means. Also written are its spk2utt in the order of utterances, and the fixed
-    scale as a matrix for transform-feats.
-    """
-
-
-    stats = speech.cmvn.stats if speech.cmvn else {}
-    if GLOBAL in stats:
-        tables.write_matrix(place / "global_cmvn.stats", stats[GLOBAL])
-        tables.write_matrix(place / "scale.mat", np.diag(1.0 / mean_and_deviation(stats[GLOBAL])[1]).astype(np.float32))
-        spoken: dict[str, list[str]] = {}
-        for utt_id, speaker in zip(speech.frames.utt_ids, speech.speakers, strict=True):
-            spoken.setdefault(speaker, []).append(utt_id)
-        write_text(place / "spk2utt", "".join(f"{speaker} {' '.join(utt_ids)}\n" for speaker, utt_ids in sorted(spoken.items())))
-    elif stats:
-        tables.write_matrices(place / "cmvn.ark", sorted(stats.items()))
 
 
 def export_egs(folder: RunFolder, output: Path, num_archives: int) -> list[Path]:

@@ -1,7 +1,8 @@
-"""ONNX export: the model with its facts as metadata, and the decoding graph next to it."""
+"""ONNX and torch.export: the model with metadata, and the decoding graph next to it."""
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngsgd.asr import extras
+from ngsgd import imports
 from ngsgd.errors import ConfigError
 from ngsgd.exports.source import Source, path_of_graph, write_graph
 from ngsgd.files import new_file
@@ -28,24 +29,25 @@ def write(source: Source, output: Path) -> list[Path]:
     proto = convert(source.network, source.example(20), source.dynamic_shapes(),
                     input_names=source.input_names, output_names=["loglik"], facts=source.facts)
     check(proto, source.network, [source.example(1, seed=1), source.example(57, seed=2)])
+    return _with_graph(source, output, proto.SerializeToString(), graph_path)
+
+
+def _with_graph(source: Source, output: Path, content: bytes, graph_path: Path) -> list[Path]:
     with new_file(output) as temporary:
-        temporary.write_bytes(proto.SerializeToString())
+        temporary.write_bytes(content)
     with new_file(graph_path) as temporary:
         write_graph(source.bundle.graph, temporary)
     return [output, graph_path]
 
 
 def convert(network: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: tuple[Any, ...], *,
-            input_names: Sequence[str], output_names: Sequence[str],
-            facts: Mapping[str, Any]) -> Any:
+            input_names: Sequence[str], output_names: Sequence[str], facts: Mapping[str, Any]) -> Any:
     """Convert a module to an onnx.ModelProto with each of the facts as a metadata property.
 
-    Raises:
-        ConfigError: the module has an operation that torch cannot export.
-        MissingExtraError: onnx, onnxscript or onnxruntime is not installed.
+    Raises ConfigError for an operation that torch cannot export, and MissingExtraError.
     """
     for package in ("onnx", "onnxscript", "onnxruntime"):
-        extras.load(package, extra="onnx", purpose=_PURPOSE)
+        imports.load(package, extra="onnx", purpose=_PURPOSE)
     try:
         # warnings on names of dimensions and versions of operators, which users cannot act on
         with warnings.catch_warnings(), torch.no_grad():
@@ -57,7 +59,11 @@ def convert(network: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: tup
         raise not_exportable(error) from error
     assert program is not None
     proto = program.model_proto
-    _remove_traces(proto)
+    # stack traces contain paths of this machine
+    for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
+        for node in nodes:
+            del node.metadata_props[:]
+    del proto.graph.metadata_props[:]
     for key, value in facts.items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value)
@@ -66,9 +72,8 @@ def convert(network: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: tup
 
 def check(proto: Any, network: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> None:
     """Raise ConfigError unless onnxruntime reproduces the outputs of torch."""
-    onnxruntime = extras.load("onnxruntime", extra="onnx", purpose=_PURPOSE)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(),
-                                           providers=["CPUExecutionProvider"])
+    onnxruntime = imports.load("onnxruntime", extra="onnx", purpose=_PURPOSE)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     names = [put.name for put in session.get_inputs()]
     for tensors in inputs:
         with torch.no_grad():
@@ -88,16 +93,26 @@ def not_exportable(error: Exception) -> ConfigError:
     root = error
     while root.__cause__ is not None and isinstance(root.__cause__, Exception):
         root = root.__cause__
-    reason = next((line.strip() for line in str(root).splitlines() if line.strip()),
-                  type(root).__name__)
+    reason = next((line.strip() for line in str(root).splitlines() if line.strip()), type(root).__name__)
     return ConfigError(f"torch cannot export this model ({reason[:300]}); use operations whose "
-                       "shapes follow from x.shape in its forward, without branches on values "
-                       "(docs/export.md).")
+                       "shapes follow from x.shape in its forward, without branches on values (docs/export.md).")
 
 
-def _remove_traces(proto: Any) -> None:
-    """Remove stack traces, which contain paths of this machine."""
-    for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
-        for node in nodes:
-            del node.metadata_props[:]
-    del proto.graph.metadata_props[:]
+# name of the extra file with the facts in the archive
+FACTS = "about.json"
+
+
+def write_program(source: Source, output: Path) -> list[Path]:
+    """Write a program that torch loads without the classes of the model, and the graph (.fst)."""
+    graph_path = path_of_graph(output)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(source.network, source.example(20), dynamic_shapes=source.dynamic_shapes())
+    except Exception as error:
+        raise not_exportable(error) from error
+    for node in program.graph.nodes:
+        # contains paths of this machine
+        node.meta.pop("stack_trace", None)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer, extra_files={FACTS: json.dumps(source.facts)})
+    return _with_graph(source, output, buffer.getvalue(), graph_path)

@@ -20,10 +20,9 @@ from ngsgd.asr.features.cmvn import SMALLEST_DEVIATION
 from ngsgd.config import FeatureConfig
 from ngsgd.errors import ConfigError
 from ngsgd.exports.onnx import check, convert
-from ngsgd.exports.source import Source, write_graph, write_words
+from ngsgd.exports.source import Source, StandaloneNetwork, write_graph, write_words
 from ngsgd.files import new_directory, write_text
 from ngsgd.interface import option
-from ngsgd.models.standalone import StandaloneNetwork
 
 # cepstral lifter of Kaldi
 _LIFTER = 22.0
@@ -32,20 +31,25 @@ _LIFTER = 22.0
 def write(source: Source, output: Path) -> list[Path]:
     """Write the folder: model.onnx, HLG.fst, tokens.txt, words.txt."""
     require_support(source.bundle.features, source.window.side_dim)
-    network = UtteranceNetwork(source.network, source.bundle.features,
-                               acoustic_scale=source.facts["acoustic_scale"]).eval()
+    network = UtteranceNetwork(source.network, source.bundle.features, acoustic_scale=source.facts["acoustic_scale"]).eval()
     sequences, frames = torch.export.Dim("N", min=1, max=1 << 16), torch.export.Dim("T", min=2, max=1 << 24)
     # sherpa-onnx reads these; times of words follow from the factor
-    facts = {**source.facts, "model_type": "wenet_ctc", "subsampling_factor": 1,
-             "vocab_size": len(source.facts["priors"])}
-    inputs = [_example(source.bundle.features, num_frames) for num_frames in (20, 1, 57)]
+    facts = {**source.facts, "model_type": "wenet_ctc", "subsampling_factor": 1, "vocab_size": len(source.facts["priors"])}
+    inputs = []
+    for num_frames in (20, 1, 57):
+        fbank_NTB = torch.randn(2, num_frames, source.bundle.features.num_mel_bins,
+                                generator=torch.Generator().manual_seed(num_frames))
+        inputs.append((10.0 + 3.0 * fbank_NTB, torch.full((2,), num_frames)))
     proto = convert(network, inputs[0], ({0: sequences, 1: frames}, {0: sequences}),
                     input_names=["x", "x_lens"], output_names=["log_probs", "log_probs_lens"], facts=facts)
     check(proto, network, inputs[1:])
     with new_directory(output) as temporary:
         (temporary / "model.onnx").write_bytes(proto.SerializeToString())
         write_graph(source.bundle.graph, temporary / "HLG.fst")
-        write_text(temporary / "tokens.txt", _tokens(source.facts["pdfs"]))
+        # a symbol for each pdf; the first state of silence is the blank that sherpa-onnx requires
+        symbols = ["<blk>", *(name.replace(" ", "_") for name in source.facts["pdfs"][1:])]
+        table = "".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols))
+        write_text(temporary / "tokens.txt", table)
         write_words(source.bundle.graph, temporary / "words.txt")
     return [output]
 
@@ -56,25 +60,17 @@ def require_support(features: FeatureConfig, ivector_dim: int) -> None:
     if features.kind == "given":
         problems.append("features.kind is given, but sherpa-onnx computes filterbanks from audio")
     if features.cmvn not in ("none", "utterance"):
-        problems.append(f"features.cmvn is {features.cmvn}, but sherpa-onnx has no speaker "
-                        "statistics")
+        problems.append(f"features.cmvn is {features.cmvn}, but sherpa-onnx has no speaker statistics")
     if ivector_dim:
         problems.append("the model needs i-vectors, which sherpa-onnx does not compute")
     if problems:
-        raise ConfigError([f"{problem}; export with {option('format', 'onnx')} and compute the input "
-                           "separately, or train with fbank or mfcc features, "
-                           "features.cmvn=utterance and without "
-                           "i-vectors." for problem in problems])
+        raise ConfigError([f"{problem}; export with {option('format', 'onnx')} and compute the "
+                           "input separately, or train with fbank or mfcc features, "
+                           "features.cmvn=utterance and without i-vectors." for problem in problems])
 
 
 class UtteranceNetwork(nn.Module):
-    """Scaled log likelihoods of complete utterances from their filterbanks.
-
-    Args:
-        network: network of normalized frames with their context.
-        features: kind and normalization of the features.
-        acoustic_scale: factor of the log likelihoods.
-    """
+    """Scaled log likelihoods of complete utterances from their filterbanks."""
 
     cepstra_DB: Tensor | None
 
@@ -111,16 +107,3 @@ def mfcc_matrix(num_mel_bins: int, num_ceps: int) -> npt.NDArray[np.float64]:
     cosine_DB[0] = math.sqrt(1.0 / num_mel_bins)
     lifter_D = 1.0 + 0.5 * _LIFTER * np.sin(math.pi * ceps_D / _LIFTER)
     return np.asarray(lifter_D[:, None] * cosine_DB)
-
-
-def _example(features: FeatureConfig, num_frames: int) -> tuple[Tensor, ...]:
-    """Example inputs: filterbanks at about the level of speech."""
-    generator = torch.Generator().manual_seed(num_frames)
-    fbank_NTB = 10.0 + 3.0 * torch.randn(2, num_frames, features.num_mel_bins, generator=generator)
-    return fbank_NTB, torch.full((2,), num_frames)
-
-
-def _tokens(pdfs: list[str]) -> str:
-    """A symbol for each pdf; the first state of silence is the blank that sherpa-onnx requires."""
-    symbols = ["<blk>", *(name.replace(" ", "_") for name in pdfs[1:])]
-    return "".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols))

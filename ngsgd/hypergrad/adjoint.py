@@ -1,7 +1,6 @@
 """Update-norm limits of one step, and backpropagation of the validation loss through the step.
 
-Every pass processes the parameters in chunks that fit into the cache. Nothing of the length of the
-parameters is allocated after the start. Letters: P parameters, C of a chunk, G layers.
+Letters: P parameters, C of a chunk that fits into the cache, G layers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ngsgd.hypergrad.fused import CHUNK
+from ngsgd.hypergrad.exact_momentum import CHUNK
 
 
 class Shortened(NamedTuple):
@@ -49,15 +48,7 @@ class MoveAdjoint(NamedTuple):
 
 
 def move_adjoint(products_G: Sequence[float], lr_G: Sequence[float], shortened: Shortened) -> MoveAdjoint:
-    """Backpropagate through the limits.
-
-    If the limit of a layer is active, its update has a fixed norm and its learning rate no effect.
-
-    Args:
-        products_G: <dw_l, v_l>.
-        lr_G: learning rates.
-        shortened: factors of the step.
-    """
+    """Backpropagate through the limits, with <dw_l, v_l>; an active one fixes the norm."""
     S, s_G, n_G = shortened.model, shortened.layer_G, shortened.norm_G
     # S < 1: unit vector e = s lr v / total of all layers, d_limit = <e, dw>, and the remaining
     # gradient is dw' = S (dw - d_limit e).
@@ -84,10 +75,7 @@ class Velocity(NamedTuple):
 
 
 class Adjoint:
-    """Adjoints dw and dv in float64.
-
-    Call `over_move`, `over_decay` and `over_gradient` in this order.
-    """
+    """Adjoints dw and dv in float64; call `over_move`, `over_decay`, `over_gradient` in order."""
 
     def __init__(self, dw_P: Tensor, groups: Sequence[slice], dtype: torch.dtype) -> None:
         self.dw_P, self.dv_P, self._groups = dw_P.clone(), torch.zeros_like(dw_P), groups
@@ -113,10 +101,8 @@ class Adjoint:
         return move
 
     def over_decay(self, old: Velocity, direction_P: Tensor, gamma_G: Sequence[float]) -> list[float]:
-        """Backpropagate through v = gamma v - (1 - gamma) d; sets z = (1 - gamma) dv.
-
-        Returns:
-            The gradient with respect to gamma, <dv, v + d>, G.
+        """Backpropagate through v = gamma v - (1 - gamma) d; set z = (1 - gamma) dv; return the
+        gradient with respect to gamma, <dv, v + d>, G.
         """
         found_G = []
         for parts, scale, gamma in zip(self._chunks_G, old.scale_G, gamma_G, strict=True):
@@ -130,15 +116,8 @@ class Adjoint:
         return found_G
 
     def over_gradient(self, by_w_P: Tensor, w_P: Tensor, l2_G: Sequence[float]) -> list[float]:
-        """Backpropagate through d = gradient + l2 w.
-
-        Args:
-            by_w_P: product of the Jacobian of the gradient and z.
-            w_P: weights.
-            l2_G: l2 of each layer.
-
-        Returns:
-            The gradient with respect to l2, G.
+        """Backpropagate through d = gradient + l2 w, with the product by_w_P of the Jacobian of the
+        gradient and z; return the gradient with respect to l2, G.
         """
         found_G = []
         for parts, l2 in zip(self._chunks_G, l2_G, strict=True):

@@ -1,7 +1,4 @@
-"""Small version of a run of `ngsgd train` as a task: the same model, examples, order and loss.
-
-Letters: N rows (frames), P classes.
-"""
+"""Small version of a run of `ngsgd train` as a task; letters: N rows (frames), P classes."""
 
 from __future__ import annotations
 
@@ -24,12 +21,11 @@ _SEGMENTS_KEPT = 2
 
 
 class EgsTask(ModuleTask):
-    """`num_jobs` jobs of `steps_per_iter` minibatches per outer iteration, with archives in their
-    order.
+    """Jobs of `steps_per_iter` minibatches per outer iteration, with archives in their order.
 
     The loss is summed over a minibatch, so learning rates are per frame. The validation loss is
-    minus the objf per frame, on every second frame of the fixed validation subset. `held_out` uses
-    the other frames, which tuning never uses.
+    minus the objf per frame, on every second frame of the fixed validation subset. `held_out` has
+    the other frames.
     """
 
     def __init__(self, config: RunConfig, reader: EgsReader, *, steps_per_iter: int, num_jobs: int, num_outer_iters: int) -> None:
@@ -41,8 +37,11 @@ class EgsTask(ModuleTask):
         self.config, self.reader = config, reader
         self.steps_per_iter, self.num_jobs, self.num_outer_iters = steps_per_iter, num_jobs, num_outer_iters
         valid = reader.diagnostic("valid")
-        super().__init__(model_for(config, reader), self._batch, _loss, [_every_other(valid, 0)], config.seed)
-        self.held_out = _HeldOut(self, _every_other(valid, 1))
+        super().__init__(model_for(config, reader), lambda place: self._segment(place.outer_iter, place.job)[place.step], _loss,
+                         [_every_other(valid, 0)], config.seed)
+        # the same run, evaluated on other frames
+        self.held_out = ModuleTask(self.module, self.batch, _loss, [_every_other(valid, 1)], self.seed)
+        self.held_out.loss = self.loss  # type: ignore[method-assign]
         self._segment = lru_cache(maxsize=_SEGMENTS_KEPT)(self._load)
 
     @property
@@ -50,8 +49,7 @@ class EgsTask(ModuleTask):
         """Return the number of frames of a run; the last minibatch of an archive may be smaller."""
         return self.steps_per_iter * self.num_jobs * self.num_outer_iters * self.config.schedule.minibatch_size
 
-    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
-             data_weights: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         if self._dropout is not None:
             progress = (place.outer_iter + place.step / self.steps_per_iter) / self.num_outer_iters
             for name, module in self.module.named_modules():
@@ -64,11 +62,7 @@ class EgsTask(ModuleTask):
         text = self.config.model.dropout_schedule
         return DropoutSchedule.parse(text) if text else None
 
-    def _batch(self, place: MinibatchIndex) -> Batch:
-        return self._segment(place.outer_iter, place.job)[place.step]
-
     def _load(self, outer_iter: int, job: int) -> Sequence[Batch]:
-        """Return the minibatches of one job, from as many passes over archives as necessary."""
         found = list(itertools.islice(self._passes(outer_iter, job), self.steps_per_iter))
         return [(x_ND, pdf_N) if weight_N is None else (x_ND, pdf_N, weight_N) for x_ND, pdf_N, weight_N in found]
 
@@ -83,19 +77,8 @@ class EgsTask(ModuleTask):
                                                augment=self.config.augment)
 
 
-class _HeldOut(ModuleTask):
-    """The same run, evaluated on other frames."""
-
-    def __init__(self, task: EgsTask, rows: Batch) -> None:
-        super().__init__(task.module, task.batch, _loss, [rows], task.seed)
-        self.loss = task.loss  # type: ignore[method-assign]
-
-
 def _loss(logits_NP: Tensor, batch: Batch, _: Tensor | None) -> Tensor:
-    """Return the sum in training.
-
-    Per frame on validation rows, which contain their total weight.
-    """
+    """Return the sum; per frame on validation rows, which contain their total weight."""
     each_N = nn.functional.cross_entropy(logits_NP, batch[1], reduction="none")
     if len(batch) > 2:
         each_N = each_N * batch[2]

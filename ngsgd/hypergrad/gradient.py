@@ -1,7 +1,5 @@
 """Gradient of the validation loss with respect to all hyperparameters, through N averaged jobs.
-
-Averaging is linear, so each job is reversed separately from its share of the gradient. Sums over
-jobs use job order. Letters: P parameters, T steps, O outer iterations, N jobs, G layers.
+Letters: P parameters, T steps, O outer iterations, N jobs, G layers.
 """
 
 from __future__ import annotations
@@ -46,14 +44,12 @@ class LocalJobs:
     def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
         """Return the gradient with respect to the start of each job, and its other contributions.
         """
-        return [self.segments.pop((outer_iter, job)).reverse(dw_P)
-                for job, dw_P in enumerate(dw_NP)]
+        return [self.segments.pop((outer_iter, job)).reverse(dw_P) for job, dw_P in enumerate(dw_NP)]
 
     def kept(self) -> tuple[int, int]:
         """Return (bytes of stored bits, bytes of reversal state) of all jobs that ran forward."""
         segments = self.segments.values()
-        return sum(segment.spill_bytes
-                   for segment in segments), sum(segment.state_bytes for segment in segments)
+        return sum(one.spill_bytes for one in segments), sum(one.state_bytes for one in segments)
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,7 @@ class Choice:
     why: str
 
 
-def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: int, *,
-                  memory_bytes: float = 1e9) -> Choice:
+def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: int, *, memory_bytes: float = 1e9) -> Choice:
     """Choose "store" if it fits or a momentum is 0, else "reversible".
 
     Args:
@@ -88,25 +83,8 @@ def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: i
     return Choice("store", f"a momentum is 0, so steps cannot be reversed; {size}")
 
 
-class HypergradientRun:
-    """A completed forward run, with its validation loss and, on request, its hypergradient."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-        self.value = run.forward_value()
-
-    def gradient(self) -> HyperGrad:
-        """Compute the hypergradient by the reverse pass.
-
-        Call it once, because it consumes the stored state.
-        """
-        with torch.random.fork_rng(devices=[]), naming_missing("a hypergradient"):
-            return self._run.gradient()
-
-
 def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
-                  jobs: LocalJobs | None = None, memory_bytes: float = 1e9,
-                  kernels: str = "auto") -> HyperGrad:
+                  jobs: LocalJobs | None = None, memory_bytes: float = 1e9, kernels: str = "auto") -> HyperGrad:
     """Train with `plan`; return the validation loss and its gradient with respect to the plan.
 
     All engines return the same numbers. Costs about four ordinary runs. torch's random state is
@@ -139,8 +117,7 @@ def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "a
         >>> found.lr_TG.shape
         torch.Size([5, 1])
     """
-    return evaluate_hyperparameters(task, plan, engine, jobs=jobs, memory_bytes=memory_bytes,
-                                    kernels=kernels).gradient()
+    return evaluate_hyperparameters(task, plan, engine, jobs=jobs, memory_bytes=memory_bytes, kernels=kernels).gradient()
 
 
 def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
@@ -161,7 +138,7 @@ def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engin
             jobs = LocalJobs(task, plan, choice.engine, kernels)
             if choice.engine == "reversible":
                 jobs.gradients.probe(flat.flatten(list(task.start.values())), MinibatchIndex(0, 0, 0), plan.data_weights)
-        return HypergradientRun(_Run(task, plan, flat, jobs, choice))
+        return HypergradientRun(task, plan, flat, jobs, choice)
 
 
 def final_value(task: TrainingTask, plan: HyperparameterPlan, *, kernels: str = "auto") -> float:
@@ -169,88 +146,76 @@ def final_value(task: TrainingTask, plan: HyperparameterPlan, *, kernels: str = 
     plan = plan.detached()
     with torch.random.fork_rng(devices=[]):
         jobs = LocalJobs(task, plan, "none", kernels)
-        return _Run(task, plan, jobs.flat, jobs, Choice("none", "")).forward_value()
+        return HypergradientRun(task, plan, jobs.flat, jobs, Choice("none", "")).value
 
 
-class _Run:
-    """The complete run in both directions."""
+class HypergradientRun:
+    """A completed forward run, with its validation loss and, on request, its hypergradient."""
 
     def __init__(self, task: TrainingTask, plan: HyperparameterPlan, flat: Flat, jobs: LocalJobs, choice: Choice) -> None:
         self.task, self.plan, self.flat, self.jobs, self.choice = task, plan, flat, jobs, choice
         self.unscaled_P = flat.flatten([p.detach().double() for p in task.start.values()])
         self._ends: list[list[Tensor]] = []
         self._means: list[Tensor] = []
-
-    def forward(self) -> Tensor:
-        """Return the averaged final weights, float64."""
-        w_P = self.unscaled_P * self.flat.spread(self.plan.init_scale_G)
-        for outer_iter in range(self.plan.num_outer_iters):
-            ends_NP = self.jobs.forward(outer_iter, w_P)
-            w_P = self._mean(outer_iter, ends_NP)
-            if self.choice.engine != "none" and self.plan.num_jobs > 1:
+        began = time.perf_counter()
+        w_P = self.unscaled_P * flat.spread(plan.init_scale_G)
+        for outer_iter in range(plan.num_outer_iters):
+            ends_NP = jobs.forward(outer_iter, w_P)
+            # A single one is bitwise identical even if the product of share and weight would round.
+            w_P = ends_NP[0] if len(ends_NP) == 1 else torch.from_numpy(
+                mean_of_chunk([end_P.numpy() for end_P in ends_NP], self._shares(outer_iter), np.s_[:]))
+            if choice.engine != "none" and plan.num_jobs > 1:
                 self._ends.append(ends_NP)
                 self._means.append(w_P)
-        return w_P
-
-    def forward_value(self) -> float:
-        """Return the final validation loss."""
-        began = time.perf_counter()
-        self._end_P = self.forward()
+        # the averaged final weights, float64
+        self._end_P = w_P
         self._forward_s = time.perf_counter() - began
         with torch.no_grad():
-            return float(self.task.validation(_parameters(self.task, self.flat, self._end_P)))
+            self.value = float(task.validation(_parameters(task, flat, self._end_P)))
 
     def gradient(self) -> HyperGrad:
-        """Run the reverse pass."""
+        """Compute the hypergradient by the reverse pass, once: it consumes the stored state."""
+        plan = self.plan
         spill_bytes, state_bytes = self.jobs.kept()
         state_bytes += sum(8 * len(end) for ends in self._ends for end in ends)
         began = time.perf_counter()
-        value, dw_P = self._validation(self._end_P)
-        plan = self.plan
-        numbers = Numbers(plan.lr_TG.tolist(), plan.momentum_TG.tolist(), plan.l2_G.tolist(),
-                          plan.max_change_G.tolist(), float(plan.max_param_change),
-                          plan.data_weights)
-        whole, averaging_ON = SegmentGrad.zero(numbers), torch.zeros_like(plan.averaging_ON)
-        for outer_iter in reversed(range(self.plan.num_outer_iters)):
-            shares_N = self._shares(outer_iter)
-            if self.plan.num_jobs > 1:
-                # of the weight a_n in the mean sum a_n w_n / sum a: (w_n - mean) / sum a
-                ends_NP, mean_P = self._ends.pop(), self._means.pop()
-                averaging_ON[outer_iter] = torch.stack(
-                    [torch.dot(dw_P, end_P - mean_P) for end_P in ends_NP]) / plan.averaging_ON[outer_iter].sum()
-            found = self.jobs.reverse(outer_iter, [share * dw_P for share in shares_N])
-            dw_P = torch.zeros_like(dw_P)
-            for dw_of_job_P, grad in found:
-                dw_P += dw_of_job_P
-                _add(whole, grad, outer_iter * self.plan.steps_per_iter)
+        parameters = {name: p.requires_grad_() for name, p in _parameters(self.task, self.flat, self._end_P).items()}
+        whole = SegmentGrad.zero(plan.num_steps, plan.num_layers, plan.data_weights)
+        averaging_ON = torch.zeros_like(plan.averaging_ON)
+        with torch.random.fork_rng(devices=[]), naming_missing("a hypergradient"):
+            loss = self.task.validation(parameters)
+            by = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            given = [torch.zeros_like(p) if one is None else one for one, p in zip(by, parameters.values(), strict=True)]
+            dw_P = self.flat.flatten(given).double()
+            for outer_iter in reversed(range(plan.num_outer_iters)):
+                shares_N = self._shares(outer_iter)
+                if plan.num_jobs > 1:
+                    # of the weight a_n in the mean sum a_n w_n / sum a: (w_n - mean) / sum a
+                    ends_NP, mean_P = self._ends.pop(), self._means.pop()
+                    averaging_ON[outer_iter] = torch.stack(
+                        [torch.dot(dw_P, end_P - mean_P) for end_P in ends_NP]) / plan.averaging_ON[outer_iter].sum()
+                found = self.jobs.reverse(outer_iter, [share * dw_P for share in shares_N])
+                dw_P = torch.zeros_like(dw_P)
+                first = outer_iter * plan.steps_per_iter
+                for dw_of_job_P, part in found:
+                    dw_P += dw_of_job_P
+                    whole.lr_TG[first:first + len(part.lr_TG)] += part.lr_TG
+                    whole.momentum_TG[first:first + len(part.lr_TG)] += part.momentum_TG
+                    whole.l2_G += part.l2_G
+                    whole.max_change_G += part.max_change_G
+                    whole.max_param_change += part.max_param_change
+                    if whole.data_weights is not None and part.data_weights is not None:
+                        whole.data_weights += part.data_weights
         report = HypergradientReport(self.choice.engine, self.choice.why, adjoint_growth(whole.lr_TG * plan.lr_TG), spill_bytes,
                                      state_bytes, self._forward_s, time.perf_counter() - began)
-        start_P = dw_P * self.flat.spread(self.plan.init_scale_G)
-        return HyperGrad(value, whole.lr_TG, whole.momentum_TG, whole.l2_G,
-                         self.flat.products(dw_P, self.unscaled_P),
-                         whole.max_change_G, whole.max_param_change, averaging_ON,
-                         whole.data_weights,
-                         dict(zip(self.flat.names, self.flat.unflatten(start_P), strict=True)),
-                         report)
-
-    def _validation(self, end_P: Tensor) -> tuple[float, Tensor]:
-        parameters = {name: p.requires_grad_()
-                      for name, p in _parameters(self.task, self.flat, end_P).items()}
-        loss = self.task.validation(parameters)
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        whole = [torch.zeros_like(p) if one is None else one
-                 for one, p in zip(found, parameters.values(), strict=True)]
-        return float(loss.detach()), self.flat.flatten(whole).double()
+        start_P = dw_P * self.flat.spread(plan.init_scale_G)
+        return HyperGrad(float(loss.detach()), whole.lr_TG, whole.momentum_TG, whole.l2_G,
+                         self.flat.products(dw_P, self.unscaled_P), whole.max_change_G,
+                         whole.max_param_change, averaging_ON, whole.data_weights,
+                         dict(zip(self.flat.names, self.flat.unflatten(start_P), strict=True)), report)
 
     def _shares(self, outer_iter: int) -> list[float]:
         return shares_of(self.plan.num_jobs, self.plan.averaging_ON[outer_iter].tolist())
-
-    def _mean(self, outer_iter: int, ends_NP: Sequence[Tensor]) -> Tensor:
-        if len(ends_NP) == 1:
-            # Bitwise identical even if the product of share and weight would round.
-            return ends_NP[0]
-        return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP],
-                                              self._shares(outer_iter), np.s_[:]))
 
 
 def adjoint_growth(by_log_lr_TG: Tensor) -> float:
@@ -262,16 +227,4 @@ def adjoint_growth(by_log_lr_TG: Tensor) -> float:
 
 def _parameters(task: TrainingTask, flat: Flat, w_P: Tensor) -> dict[str, Tensor]:
     dtype = next(iter(task.start.values())).dtype
-    return {name: part.to(dtype, copy=True)
-            for name, part in zip(flat.names, flat.unflatten(w_P), strict=True)}
-
-
-def _add(whole: SegmentGrad, part: SegmentGrad, first: int) -> None:
-    steps = slice(first, first + len(part.lr_TG))
-    whole.lr_TG[steps] += part.lr_TG
-    whole.momentum_TG[steps] += part.momentum_TG
-    whole.l2_G += part.l2_G
-    whole.max_change_G += part.max_change_G
-    whole.max_param_change += part.max_param_change
-    if whole.data_weights is not None and part.data_weights is not None:
-        whole.data_weights += part.data_weights
+    return {name: part.to(dtype, copy=True) for name, part in zip(flat.names, flat.unflatten(w_P), strict=True)}

@@ -147,9 +147,7 @@ class HyperGrad:
     report: HypergradientReport
 
     def by(self, plan: HyperparameterPlan, inputs: Tensor) -> Tensor:
-        """Return the gradient with respect to `inputs`, from which `plan` was computed
-        differentiably.
-        """
+        """Return the gradient with respect to inputs of which `plan` is a function."""
         outputs = {name: value for name, value in plan.tensors().items() if value.requires_grad}
         gradients = [getattr(self, name) for name in outputs]
         return torch.autograd.grad(list(outputs.values()), inputs, grad_outputs=gradients)[0]

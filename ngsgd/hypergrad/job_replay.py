@@ -24,9 +24,7 @@ ENGINES = ("reversible", "store")
 
 
 class Numbers(NamedTuple):
-    """Hyperparameters of one job of one outer iteration, as floats, for equal arithmetic in both
-    directions.
-    """
+    """Hyperparameters of one job of one outer iteration as floats: equal in both directions."""
 
     lr_TG: list[list[float]]
     momentum_TG: list[list[float]]
@@ -56,12 +54,10 @@ class SegmentGrad:
     data_weights: Tensor | None
 
     @classmethod
-    def zero(cls, numbers: Numbers) -> SegmentGrad:
+    def zero(cls, num_steps: int, num_layers: int, weights: Tensor | None) -> SegmentGrad:
         """Create zeros."""
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)
-        num_steps, num_layers = len(numbers.lr_TG), len(numbers.l2_G)
-        weights = numbers.data_weights
         return cls(zeros(num_steps, num_layers), zeros(num_steps, num_layers), zeros(num_layers), zeros(num_layers), zeros(),
                    None if weights is None else zeros(*weights.shape))
 
@@ -97,13 +93,11 @@ class Linearized:
 
 
 class PlainGradients:
-    """The plain gradient as direction.
-
-    A gradient with a graph may use other kernels than one without (LSTM). In that case `recomputes`
-    makes the reverse pass compute the direction in a separate pass.
-    """
+    """The plain gradient as direction."""
 
     def __init__(self, task: TrainingTask, flat: Flat) -> None:
+        # A gradient with a graph may use other kernels than one without (LSTM). In that case the
+        # reverse pass computes the direction in a separate pass.
         self.task, self.flat, self.recomputes = task, flat, False
 
     def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> None:
@@ -116,8 +110,7 @@ class PlainGradients:
         found = torch.autograd.grad(self._loss(leaves, place, data_weights), leaves, allow_unused=True)
         return self.flat.flatten([torch.zeros_like(p) if one is None else one for one, p in zip(found, leaves, strict=True)])
 
-    def reverse(self, w_P: Tensor, place: MinibatchIndex,
-                data_weights: Tensor | None) -> Linearized:
+    def reverse(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Linearized:
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         weights = None if data_weights is None else data_weights.detach().requires_grad_()
         found = torch.autograd.grad(self._loss(leaves, place, weights), leaves, create_graph=True, allow_unused=True)
@@ -125,11 +118,9 @@ class PlainGradients:
         graphs = [p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)]
         direction_P = (self.forward(w_P, place, data_weights) if self.recomputes
                        else self.flat.flatten([graph.detach() for graph in graphs]))
-        return Linearized(direction_P, graphs,
-                                   leaves if weights is None else [*leaves, weights], self.flat)
+        return Linearized(direction_P, graphs, leaves if weights is None else [*leaves, weights], self.flat)
 
-    def _loss(self, leaves: Sequence[Tensor], place: MinibatchIndex,
-              data_weights: Tensor | None) -> Tensor:
+    def _loss(self, leaves: Sequence[Tensor], place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         seed = place.seed(self.task.seed)
         # torch.manual_seed would also store a traceback for unused GPUs.
         torch.default_generator.manual_seed(seed)
@@ -141,10 +132,7 @@ class PlainGradients:
 
 
 class _Reversible:
-    """Data of a reversed step: the final state and the dropped bits only.
-
-    The reverse pass reads new_velocity, old_weights and old_velocity, in this order.
-    """
+    """Data of a reversed step: the final state and the dropped bits only."""
 
     bytes = 0
 
@@ -199,15 +187,12 @@ class _Store(_Reversible):
 
 
 class JobSegment:
-    """Run the steps of a job, store the data of its engine, and reverse the steps.
-
-    reversible: reverses each step in integers. store: stores weights and velocity of each step, in
-    the dtype of the parameters. none: runs forward only.
+    """Run the steps of a job and reverse them: in integers ("reversible"), from stored weights and
+    velocities ("store"), or not ("none").
     """
 
     def __init__(self, gradients: PlainGradients, flat: Flat, numbers: Numbers, place: MinibatchIndex,
-                 engine: str,
-                 kernels: str = "auto") -> None:
+                 engine: str, kernels: str = "auto") -> None:
         self.gradients, self.flat, self.numbers, self.place, self.engine = gradients, flat, numbers, place, engine
         self._kernels = kernels
         self.done: list[Shortened] = []
@@ -247,32 +232,27 @@ class JobSegment:
 
     def reverse(self, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
         """Backpropagate from the final to the initial weights; also return the contributions."""
-        grad, adjoint = SegmentGrad.zero(self.numbers), Adjoint(dw_P, self.flat.groups, self.state.dtype)
+        grad = SegmentGrad.zero(self.num_steps, len(self.flat.groups), self.numbers.data_weights)
+        adjoint = Adjoint(dw_P, self.flat.groups, self.state.dtype)
+        numbers, tape = self.numbers, self._tape
         try:
-            self._tape.begin(self)
+            tape.begin(self)
             for t in reversed(range(self.num_steps)):
-                self._step_back(t, adjoint, grad)
+                move = adjoint.over_move(tape.new_velocity(self), numbers.lr_TG[t], self.done[t])
+                w_P = tape.old_weights(self, t)
+                linearized = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
+                direction_P = _with_decay(linearized.direction_P, w_P, numbers.l2_G, self.flat.groups)
+                by_momentum_G = adjoint.over_decay(tape.old_velocity(self, direction_P), direction_P, numbers.momentum_TG[t])
+                by_w_P, by_weights = linearized.products(adjoint.z_P)
+                by_l2_G = adjoint.over_gradient(by_w_P, w_P, numbers.l2_G)
+                grad.add(t, move, by_momentum_G, by_l2_G, by_weights)
         except ReversalError as error:
-            raise self._told(error) from error
+            # Also name the place, and known causes.
+            now = torch.get_num_threads()
+            threads = f" (threads then: {self._num_threads}, now: {now})" if now != self._num_threads else ""
+            where = f"job {self.place.job} of outer iteration {self.place.outer_iter}"
+            raise ReversalError(error.step, f"in {where} {error.why}{threads}") from error
         return adjoint.dw_P, grad
-
-    def _step_back(self, t: int, adjoint: Adjoint, grad: SegmentGrad) -> None:
-        numbers, flat, tape = self.numbers, self.flat, self._tape
-        move = adjoint.over_move(tape.new_velocity(self), numbers.lr_TG[t], self.done[t])
-        w_P = tape.old_weights(self, t)
-        linearized = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
-        direction_P = _with_decay(linearized.direction_P, w_P, numbers.l2_G, flat.groups)
-        by_momentum_G = adjoint.over_decay(tape.old_velocity(self, direction_P), direction_P, numbers.momentum_TG[t])
-        by_w_P, by_weights = linearized.products(adjoint.z_P)
-        by_l2_G = adjoint.over_gradient(by_w_P, w_P, numbers.l2_G)
-        grad.add(t, move, by_momentum_G, by_l2_G, by_weights)
-
-    def _told(self, error: ReversalError) -> ReversalError:
-        """Add the place, and known causes, to the error."""
-        now = torch.get_num_threads()
-        threads = f" (threads then: {self._num_threads}, now: {now})" if now != self._num_threads else ""
-        where = f"job {self.place.job} of outer iteration {self.place.outer_iter}"
-        return ReversalError(error.step, f"in {where} {error.why}{threads}")
 
     @property
     def spill_bytes(self) -> int:

@@ -1,7 +1,4 @@
-"""Optimizer for custom loops whose steps can be reversed exactly.
-
-Letters: P parameters, G components (layers).
-"""
+"""Optimizer for custom loops with exactly reversible steps; P parameters, G components (layers)."""
 
 from __future__ import annotations
 
@@ -31,7 +28,21 @@ class _Taken:
     momentum_G: list[float]
     decay_G: list[float]
     shortened: Shortened
-    grad_P: Tensor | None  # Nesterov only
+    # Nesterov only: the parameters are the point after momentum, so a step changes them by lr
+    # (momentum v - (1 - momentum) g).
+    grad_P: Tensor | None
+
+    def rates(self) -> list[float]:
+        """Return the factor of the velocity of each component, after limits."""
+        rate_G = self.shortened.rates(self.lr_G)
+        if self.grad_P is None:
+            return rate_G
+        return [gamma * rate for gamma, rate in zip(self.momentum_G, rate_G, strict=True)]
+
+    def impulses(self) -> list[float]:
+        """Return lr (1 - momentum) of each component, after limits."""
+        rate_G = self.shortened.rates(self.lr_G)
+        return [rate * (1.0 - gamma) for rate, gamma in zip(rate_G, self.momentum_G, strict=True)]
 
 
 class ReversibleSGD(torch.optim.Optimizer):
@@ -83,13 +94,10 @@ class ReversibleSGD(torch.optim.Optimizer):
     """
 
     @checks_arguments()
-    def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.9,
-                 nesterov: bool = False, max_change: float = 0.0,
+    def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.9, nesterov: bool = False, max_change: float = 0.0,
                  max_param_change: float = 0.0, weight_decay: float = 0.0,
-                 layer_options: Mapping[str, Mapping[str, Any]] | None = None,
-                 engine: str = "auto") -> None:
-        defaults = {"lr": lr, "momentum": momentum, "max_change": max_change,
-                    "weight_decay": weight_decay}
+                 layer_options: Mapping[str, Mapping[str, Any]] | None = None, engine: str = "auto") -> None:
+        defaults = {"lr": lr, "momentum": momentum, "max_change": max_change, "weight_decay": weight_decay}
         require_non_negative(max_param_change=max_param_change, **defaults)
         groups = components(model)
         if not groups:
@@ -108,7 +116,6 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._versions: list[int] = []
 
     def _exact(self) -> ExactMomentum:
-        """Create position and zero velocity from the current parameters."""
         ends, first = [], 0
         for group in self.param_groups:
             ends.append(slice(first, first := first + sum(p.numel() for p in group["params"])))
@@ -120,8 +127,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         """Reject groups after construction, because earlier steps could not be reversed."""
         if "exact" in self.__dict__:
             raise ConfigError("ReversibleSGD does not support further param groups, because its "
-                              "steps are reversed together; create a new one when layers are "
-                              "unfrozen.")
+                              "steps are reversed together; create a new one when layers are unfrozen.")
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -139,15 +145,15 @@ class ReversibleSGD(torch.optim.Optimizer):
                               "and ReversibleSGD would revert that; also load the state of this "
                               "optimizer, or create a new one after setting the weights.")
         lr_G, momentum_G, decay_G, limit_G = (
-            [float(group[key]) for group in self.param_groups]
-            for key in ("lr", "momentum", "weight_decay", "max_change"))
+            [float(group[key]) for group in self.param_groups] for key in ("lr", "momentum", "weight_decay", "max_change"))
         grad_P = self._direction(decay_G)
         self.exact.step_v(grad_P, momentum_G)
         norms_G = self._norms(grad_P, momentum_G) if self.max_param_change or any(limit_G) else [0.0] * len(lr_G)
-        taken = _Taken(lr_G, momentum_G, decay_G,
-                       shorten(norms_G, lr_G, limit_G, self.max_param_change),
-                       grad_P if self.nesterov else None)
-        self._move(taken, grad_P)
+        shortened = shorten(norms_G, lr_G, limit_G, self.max_param_change)
+        taken = _Taken(lr_G, momentum_G, decay_G, shortened, grad_P if self.nesterov else None)
+        self.exact.step_x(taken.rates())
+        if self.nesterov:
+            self.exact.shift_x(grad_P, taken.impulses(), -1)
         self._taken.append(taken)
         self._write()
         return loss
@@ -167,14 +173,11 @@ class ReversibleSGD(torch.optim.Optimizer):
         if not self._taken:
             raise ReversalError(0, "there is no step that can be reversed")
         if changed := self._changed():
-            raise ReversalError(self.exact.num_steps, f"{changed} was changed outside the "
-                                                      "optimizer since")
+            raise ReversalError(self.exact.num_steps, f"{changed} was changed outside the optimizer since")
         taken = self._taken[-1]
-        rate_G = taken.shortened.rates(taken.lr_G)
         if taken.grad_P is not None:
-            self.exact.shift_x(taken.grad_P, _impulses(taken), 1)
-            rate_G = [gamma * rate for gamma, rate in zip(taken.momentum_G, rate_G, strict=True)]
-        self.exact.undo_x(rate_G)
+            self.exact.shift_x(taken.grad_P, taken.impulses(), 1)
+        self.exact.undo_x(taken.rates())
         self._write()
         grad_P = taken.grad_P
         if grad_P is None:
@@ -188,9 +191,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         """Return the state with the data for reversal, in types that torch.load accepts with
         weights_only.
         """
-        packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened),
-                   taken.grad_P)
-                  for taken in self._taken]
+        packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened), taken.grad_P) for taken in self._taken]
         return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed, "dtype": str(self.exact.dtype)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -211,7 +212,8 @@ class ReversibleSGD(torch.optim.Optimizer):
         exact = self._exact()
         exact.load_state_dict(state_dict["exact"])
         try:
-            taken = [_unpacked(one) for one in state_dict["taken"]]
+            taken = [_Taken(lr_G, momentum_G, decay_G, Shortened(*shortened), grad_P)
+                     for lr_G, momentum_G, decay_G, shortened, grad_P in state_dict["taken"]]
         except (TypeError, ValueError) as error:
             raise OptimizerStateError(f"the steps of the state of {kind} are damaged ({error}); load a complete state.") from error
         if len(taken) != exact.num_steps or any(len(one.lr_G) != len(self.param_groups) for one in taken):
@@ -236,25 +238,20 @@ class ReversibleSGD(torch.optim.Optimizer):
             self.load_state_dict(state["_state_dict"])
 
     def _changed(self) -> str:
-        """Return the layer whose parameters changed since the last step.
-
-        "" if no change is detected.
-        """
+        """Return the layer whose parameters changed since the last step, or ""."""
         for group in self.param_groups:
             if any(p.dtype != self.exact.dtype for p in group["params"]):
                 return f"the dtype of {group['name']}"
         parts = self.exact.weights().split([p.numel() for p in self._params])
         index = self.exact.num_steps % len(parts)
         sample = self._params[index].detach().reshape(-1)[:_NUM_LOOKED_AT]
-        if self._versions == [p._version
-                              for p in self._params] and torch.equal(sample,
-                                                                     parts[index][:_NUM_LOOKED_AT]):
+        versions = [p._version for p in self._params]
+        if self._versions == versions and torch.equal(sample, parts[index][:_NUM_LOOKED_AT]):
             return ""
         for p, part in zip(self._params, parts, strict=True):
             if not torch.equal(p.detach().reshape(-1), part):
-                return str(next(group["name"] for group in self.param_groups
-                                if any(p is own for own in group["params"])))
-        self._versions = [p._version for p in self._params]
+                return str(next(group["name"] for group in self.param_groups if any(p is own for own in group["params"])))
+        self._versions = versions
         return ""
 
     def _direction(self, decay_G: list[float]) -> Tensor:
@@ -268,23 +265,10 @@ class ReversibleSGD(torch.optim.Optimizer):
         return grad_P
 
     def _write(self) -> None:
-        for p, part in zip(self._params,
-                           self.exact.weights().split([p.numel() for p in self._params]),
-                           strict=True):
+        parts = self.exact.weights().split([p.numel() for p in self._params])
+        for p, part in zip(self._params, parts, strict=True):
             p.copy_(part.view_as(p))
         self._versions = [p._version for p in self._params]
-
-    # Nesterov: the parameters are the point after momentum, so a step changes them by lr (momentum
-    # v - (1 - momentum) g).
-
-    def _move(self, taken: _Taken, grad_P: Tensor) -> None:
-        rate_G = taken.shortened.rates(taken.lr_G)
-        if not self.nesterov:
-            self.exact.step_x(rate_G)
-            return
-        self.exact.step_x([gamma * rate
-                           for gamma, rate in zip(taken.momentum_G, rate_G, strict=True)])
-        self.exact.shift_x(grad_P, _impulses(taken), -1)
 
     def _norms(self, grad_P: Tensor, momentum_G: list[float]) -> list[float]:
         """Return the norm of the update of each component at learning rate 1."""
@@ -296,7 +280,6 @@ class ReversibleSGD(torch.optim.Optimizer):
 
 
 def _require_groups(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raise OptimizerStateError if the param groups of a state are not those of the optimizer."""
     saved = state["param_groups"]
     if not isinstance(state["state"], Mapping) or not isinstance(saved, list) or not all(isinstance(one, Mapping) for one in saved):
         raise OptimizerStateError("the state of ReversibleSGD has no param_groups; load the result of its state_dict().")
@@ -309,14 +292,3 @@ def _require_groups(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> N
                            and not isinstance(one.get(key), int | float)):
             raise OptimizerStateError(f"{wrong[0]} of {group['name']} is {one.get(wrong[0])!r} in the state of ReversibleSGD; load "
                                       "a complete state.")
-
-
-def _unpacked(taken: Any) -> _Taken:
-    lr_G, momentum_G, decay_G, shortened, grad_P = taken
-    return _Taken(lr_G, momentum_G, decay_G, Shortened(*shortened), grad_P)
-
-
-def _impulses(taken: _Taken) -> list[float]:
-    """Return lr (1 - momentum) of each component, after limits."""
-    rates = taken.shortened.rates(taken.lr_G)
-    return [rate * (1.0 - gamma) for rate, gamma in zip(rates, taken.momentum_G, strict=True)]

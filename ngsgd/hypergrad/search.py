@@ -1,22 +1,24 @@
 """Descent along hypergradients in a trust region, after a coarse search over two learning rates.
 
 Costs are in ordinary runs of the proxy: a run costs 1, its reverse pass REVERSE_COST.
+Letters: D tuned numbers (theta), K knots of the learning-rate schedule, T steps, G layers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngsgd.errors import DivergenceError
-from ngsgd.hypergrad.hyperparameters import HyperGrad, HypergradientReport, HyperparameterPlan
-from ngsgd.hypergrad.search_space import HyperSpace
+from ngsgd.arguments import check_fields
+from ngsgd.errors import ConfigError, DivergenceError
+from ngsgd.hypergrad.gradient import HypergradientRun
+from ngsgd.hypergrad.hyperparameters import HypergradientReport, HyperparameterPlan
 
 # measured: docs/tuning.md
 REVERSE_COST = 3.2
@@ -25,8 +27,7 @@ _BACK_OFF = 0.5
 _GROW, _SHRINK = 1.2, 0.7
 # The next step must improve on the worst of this number of accepted steps.
 _WINDOW = 4
-# Size of the first step in logarithms: the number with the steepest slope changes by a factor of
-# 1.6.
+# Size of the first step in logarithms: the number of the steepest slope changes by a factor of 1.6.
 _RADIUS = 0.5
 # Decay of the means of slopes and of their squares.
 _MEMORY = 0.5
@@ -65,10 +66,6 @@ class SearchResult:
         r"""Trial with the lowest loss."""
         return min(self.trials, key=lambda trial: trial.value)
 
-    def best_within(self, cost: float) -> float:
-        """Return the lowest loss up to that cost."""
-        return min((trial.value for trial in self.trials if trial.cost <= cost), default=math.inf)
-
     def add(self, kind: str, value: float, theta_D: Tensor, *, cost: float = 1.0) -> SearchTrial:
         """Append a trial."""
         self.spent += cost
@@ -77,16 +74,7 @@ class SearchResult:
         return self.trials[-1]
 
 
-class EvaluatedRun(Protocol):
-    """Interface of a completed run; see `ngsgd.hypergrad.HypergradientRun`."""
-
-    value: float
-
-    def gradient(self) -> HyperGrad:
-        """Return its gradients."""
-
-
-Evaluate = Callable[[HyperparameterPlan], EvaluatedRun]
+Evaluate = Callable[[HyperparameterPlan], HypergradientRun]
 TrialCallback = Callable[[SearchTrial], None]
 Seeder = Callable[[Callable[[Tensor], float], Tensor, Tensor, int, int], None]
 
@@ -100,8 +88,8 @@ def random_seeder(objective: Callable[[Tensor], float], low_2: Tensor, high_2: T
 
 
 def tune_hyperparameters(evaluate: Evaluate, space: HyperSpace, *, budget: float,
-                         seed_share: float = 0.25, seeder: Seeder = random_seeder,
-         seed: int = 0, watch: TrialCallback | None = None) -> SearchResult:
+                         seed_share: float = 0.25, seeder: Seeder = random_seeder, seed: int = 0,
+                         watch: TrialCallback | None = None) -> SearchResult:
     """Search `space` with a budget of ordinary runs.
 
     The first part of the budget goes to `seeder`, over initial and final learning rate only. From
@@ -126,13 +114,19 @@ def tune_hyperparameters(evaluate: Evaluate, space: HyperSpace, *, budget: float
     num_coarse = int(seed_share * budget)
     if num_coarse and "schedule" in space.slices:
         theta_D = _coarse(search, evaluate, theta_D, num_coarse, seeder, seed, watch)
-    _descend(search, evaluate, theta_D, budget, watch)
+    radius = _RADIUS
+    while search.spent + 1.0 <= budget:
+        theta_D = _descend(search, evaluate, theta_D, budget, watch, radius)
+        if "schedule" not in space.slices:
+            break
+        # Where the descent ends, restart from lower rates.
+        theta_D = space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF ** 0.5)
+        radius /= 2.0
     return search
 
 
 def _coarse(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, num_trials: int,
-            seeder: Seeder, seed: int,
-            watch: TrialCallback) -> Tensor:
+            seeder: Seeder, seed: int, watch: TrialCallback) -> Tensor:
     """Return the best exponential schedule, at half its rates."""
     space = search.space
     reach = math.log(space.rates)
@@ -147,28 +141,8 @@ def _coarse(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, num_trial
 
 
 def _descend(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, budget: float,
-             watch: TrialCallback) -> None:
-    """Trust-region descent.
-
-    Reverse only runs that improve; where it ends, restart from lower rates.
-    """
-    radius = _RADIUS
-    while search.spent + 1.0 <= budget:
-        theta_D = _descend_once(search, evaluate, theta_D, budget, watch, radius)
-        if "schedule" not in search.space.slices:
-            return
-        theta_D, radius = search.space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF ** 0.5), radius / 2.0
-
-
-def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, budget: float,
-                  watch: TrialCallback, radius: float) -> Tensor:
-    """Descend until the radius is small.
-
-    Accept a step that improves on the worst of the last accepted.
-
-    Losses of short runs are noisy and their minimum is optimistically biased. Requiring a new
-    minimum at every step would stop there.
-    """
+             watch: TrialCallback, radius: float) -> Tensor:
+    """Descend until the radius is small; reverse only runs that improve."""
     space, smallest = search.space, radius / 32.0
     value, evaluated = _value(evaluate, space, theta_D)
     watch(search.add("descent", value, theta_D))
@@ -184,21 +158,23 @@ def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, bud
         mean_D = _MEMORY * mean_D + (1.0 - _MEMORY) * unit_D
         squares_D = _MEMORY * squares_D + (1.0 - _MEMORY) * unit_D.square()
         direction_D = _direction(space, mean_D, squares_D, found.report)
-        _noted(search, found, slope_D)
+        # The last accepted trial, to which the report belongs.
+        index = max(i for i, trial in enumerate(search.trials) if trial.kind == "descent" and trial.value == found.value)
+        search.trials[index] = replace(search.trials[index], report=found.report, norm=float(slope_D.norm()))
         evaluated = None
         while evaluated is None and search.spent + 1.0 <= budget and radius > smallest:
             point_D = space.clamp(theta_D + radius * direction_D)
             lower, at_point = _value(evaluate, space, point_D)
             watch(search.add("descent", lower, point_D))
             radius *= _GROW if lower < stood[-1] else _SHRINK
+            # Losses of short runs are noisy, so a descent that requires minima would stop early.
             if lower < max(stood[-_WINDOW:]):
                 stood.append(lower)
                 theta_D, evaluated = point_D, at_point
     return theta_D
 
 
-def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[float,
-                                                                            EvaluatedRun | None]:
+def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[float, HypergradientRun | None]:
     """Return (loss, the run); the loss is infinite if the run diverges."""
     try:
         evaluated = evaluate(space.build(theta_D))
@@ -207,8 +183,7 @@ def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[floa
     return (evaluated.value, evaluated) if math.isfinite(evaluated.value) else (math.inf, None)
 
 
-def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor,
-               report: HypergradientReport) -> Tensor:
+def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor, report: HypergradientReport) -> Tensor:
     """Return the descent direction: mean slopes over root mean squares; the largest entry is 1."""
     if not report.trusted and "schedule" in space.slices:
         # Chaos: signs of slopes are unreliable, but lower rates remove the cause.
@@ -220,9 +195,155 @@ def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor,
     return scaled_D / scaled_D.abs().max().clamp(min=1e-30)
 
 
-def _noted(search: SearchResult, found: HyperGrad, slope_D: Tensor) -> None:
-    """Attach the report to the last accepted trial, to which it belongs."""
-    index = max(i for i, trial in enumerate(search.trials) if trial.kind == "descent" and trial.value == found.value)
-    old = search.trials[index]
-    search.trials[index] = SearchTrial(old.kind, old.cost, old.value, old.theta, old.accepted,
-                                       found.report, float(slope_D.norm()))
+PARTS = ("schedule", "layer_lr", "l2", "momentum", "max_change", "init_scale")
+# Initial value of l2 if it is tuned from 0, which has no logarithm.
+_TINY_L2 = 1e-6
+
+
+@dataclass(frozen=True)
+class BaseHyperparameters:
+    """Hyperparameters before tuning; a space changes some of them.
+
+    Example:
+        >>> BaseHyperparameters(lr_initial=0.1, lr_final=0.01).lr_final
+        0.01
+    """
+
+    lr_initial: float            # of a job
+    lr_final: float
+    momentum: float = 0.9
+    l2: float = 0.0
+    max_change: float = 0.0      # 0 = none
+    max_param_change: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class HyperSpace:
+    """A box around `settings` in logarithms (of 1 - momentum for momentum).
+
+    Args:
+        settings: hyperparameters before tuning.
+        parts: any of schedule, layer_lr, l2, momentum, max_change, init_scale. All but schedule and
+            momentum have one number per layer.
+        knots: number of knots of the schedule, at equal distances with geometric interpolation. 2:
+            initial and final rate, exponential decay.
+        rates: maximum factor between learning rates and those of `settings`.
+        others: the same for other hyperparameters.
+    """
+
+    settings: BaseHyperparameters
+    layers: tuple[str, ...]
+    num_steps: int
+    num_jobs: int = 1
+    num_outer_iters: int = 1
+    parts: tuple[str, ...] = ("schedule", "layer_lr", "l2", "momentum")
+    knots: int = 10
+    rates: float = 30.0
+    others: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if unknown := [part for part in self.parts if part not in PARTS]:
+            raise ConfigError(f"tune.space has {', '.join(unknown)}; choose from {', '.join(PARTS)}.")
+        if not self.parts or self.knots < 2:
+            raise ConfigError(f"tune.space is {list(self.parts)} with {self.knots} knots; select a "
+                              "part to tune, with at least 2 knots.")
+        if "max_change" in self.parts and not self.settings.max_change:
+            raise ConfigError("tune.space has max_change, but optimizer.max_change is 0, no limit; set an initial limit.")
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """Position of each part in theta."""
+        sizes = {"schedule": self.knots, "momentum": 1}
+        found, first = {}, 0
+        for part in (part for part in PARTS if part in self.parts):
+            found[part] = slice(first, first := first + sizes.get(part, len(self.layers)))
+        return found
+
+    @property
+    def size(self) -> int:
+        r"""D"""
+        return sum(part.stop - part.start for part in self.slices.values())
+
+    def names(self) -> list[str]:
+        """Names of the D numbers."""
+        def of(part: str) -> list[str]:
+            if part == "schedule":
+                return [f"lr at {index / (self.knots - 1):.2f}" for index in range(self.knots)]
+            return ["momentum"] if part == "momentum" else [f"{part} of {layer}" for layer in self.layers]
+        return [name for part in self.slices for name in of(part)]
+
+    def center(self) -> Tensor:
+        """Theta of `settings`."""
+        s = self.settings
+        starts = {"schedule": self._exponential(s.lr_initial, s.lr_final), "momentum": [math.log(1.0 - s.momentum)],
+                  "layer_lr": [0.0] * len(self.layers), "l2": [math.log(s.l2 or _TINY_L2)] * len(self.layers),
+                  "max_change": [math.log(s.max_change or 1.0)] * len(self.layers), "init_scale": [0.0] * len(self.layers)}
+        return torch.tensor([value for part in self.slices for value in starts[part]], dtype=torch.float64)
+
+    def reach(self) -> Tensor:
+        """Maximum distance of each number from the center, D."""
+        reaches = {"schedule": self.rates, "layer_lr": self.others, "l2": self.others ** 2, "momentum": self.others,
+                   "max_change": self.others, "init_scale": self.others ** 0.5}
+        return torch.tensor([math.log(reaches[part]) for part, where in self.slices.items()
+                             for _ in range(where.stop - where.start)], dtype=torch.float64)
+
+    def clamp(self, theta_D: Tensor) -> Tensor:
+        """Return the nearest point of the box."""
+        center_D, reach_D = self.center(), self.reach()
+        clamped_D = torch.minimum(torch.maximum(theta_D, center_D - reach_D), center_D + reach_D)
+        if "momentum" in self.slices:
+            clamped_D[self.slices["momentum"]] = clamped_D[self.slices["momentum"]].clamp(math.log(0.002), math.log(0.9))
+        return clamped_D
+
+    def with_rates(self, theta_D: Tensor, lr_initial: float, lr_final: float) -> Tensor:
+        """Return theta with the exponential schedule between two rates."""
+        changed_D = theta_D.clone()
+        changed_D[self.slices["schedule"]] = torch.tensor(self._exponential(lr_initial, lr_final), dtype=torch.float64)
+        return changed_D
+
+    def scaled(self, theta_D: Tensor, factor: float) -> Tensor:
+        """Return theta with all learning rates multiplied."""
+        changed_D = theta_D.clone()
+        changed_D[self.slices["schedule"]] += math.log(factor)
+        return changed_D
+
+    def build(self, theta_D: Tensor) -> HyperparameterPlan:
+        """Return the plan, differentiable with respect to theta."""
+        layers, s = len(self.layers), self.settings
+
+        def full(value: float, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.float64)
+        values = {part: theta_D[where] for part, where in self.slices.items()}
+        exponential_K = torch.tensor(self._exponential(s.lr_initial, s.lr_final), dtype=torch.float64)
+        # piecewise linear in logarithms through the knots
+        lr_T = (interpolation(self.num_steps, self.knots) @ values.get("schedule", exponential_K)).exp()
+        factor_G = values["layer_lr"].exp() if "layer_lr" in values else full(1.0, layers)
+        momentum = 1.0 - values["momentum"].exp() if "momentum" in values else full(s.momentum, 1)
+        return HyperparameterPlan(
+            lr_T[:, None] * factor_G, momentum.expand(self.num_steps, layers),
+            values["l2"].exp() if "l2" in values else full(s.l2, layers),
+            values["init_scale"].exp() if "init_scale" in values else full(1.0, layers),
+            values["max_change"].exp() if "max_change" in values else full(s.max_change, layers),
+            full(s.max_param_change), full(1.0, self.num_outer_iters, self.num_jobs))
+
+    def values(self, theta_D: Tensor) -> dict[str, list[float]]:
+        """Return the tuned values by part: rates at the knots, factors, l2, momentum."""
+        found = {part: theta_D[where].exp().tolist() for part, where in self.slices.items()}
+        if "momentum" in found:
+            found["momentum"] = [1.0 - found["momentum"][0]]
+        return found
+
+    def _exponential(self, lr_initial: float, lr_final: float) -> list[float]:
+        first, last = math.log(lr_initial), math.log(lr_final)
+        return [first + (last - first) * index / (self.knots - 1) for index in range(self.knots)]
+
+
+def interpolation(num_steps: int, num_knots: int) -> Tensor:
+    """Return the matrix (steps x knots) of linear interpolation between equidistant knots."""
+    at_T = torch.arange(num_steps, dtype=torch.float64) * ((num_knots - 1) / max(1, num_steps - 1))
+    distance_TK = (at_T[:, None] - torch.arange(num_knots, dtype=torch.float64)).abs()
+    return (1.0 - distance_TK).clamp(min=0.0)

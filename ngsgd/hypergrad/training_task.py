@@ -1,12 +1,8 @@
-"""Tasks: a loss as a pure function of parameters and minibatch index, and a fixed validation loss.
-
-Letters: P parameters, G layers.
-"""
+"""Tasks: a pure loss of parameters and index, a fixed validation loss; P parameters, G layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -48,21 +44,17 @@ class TrainingTask(Protocol):
 
     @property
     def start(self) -> Mapping[str, Tensor]:
-        """Return the initial parameters, all float32 or all float64, in the order of the flat
-        vector.
-        """
+        """Return the initial parameters, all float32 or all float64, in the order of the vector."""
 
     @property
     def layers(self) -> Mapping[str, Sequence[str]]:
         """Return the parameters of each layer, in the order of `start`."""
 
-    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
-             data_weights: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         """Return the loss of the minibatch at `place`; torch's generator is seeded for it."""
 
     def validation(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss to minimize over hyperparameters, on fixed data, without random numbers.
-        """
+        """Return the loss to minimize over hyperparameters; fixed data, and no random numbers."""
 
 
 Batch = tuple[Tensor, ...]
@@ -94,8 +86,7 @@ class ModuleTask:
     """
 
     def __init__(self, module: nn.Module, batch: Callable[[MinibatchIndex], Batch], loss: LossOf,
-                 validation: Sequence[Batch],
-                 seed: int = 0) -> None:
+                 validation: Sequence[Batch], seed: int = 0) -> None:
         if running := [name for name, one in module.named_modules() if isinstance(one, nn.modules.batchnorm._NormBase)
                        and one.track_running_stats and one.running_mean is not None and one.training]:
             raise ConfigError(f"layer {running[0]} has running statistics, which do not follow reversible steps; use GroupNorm or "
@@ -114,14 +105,18 @@ class ModuleTask:
             layers.setdefault(name.rpartition(".")[0] or type(self.module).__name__, []).append(name)
         return layers
 
-    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
-             data_weights: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         batch = self.batch(place)
         return self._loss(self._call(parameters, batch[0]), batch, data_weights)
 
     def validation(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        with _evaluating(self.module):
+        was = {one: one.training for one in self.module.modules()}
+        self.module.eval()
+        try:
             losses = [self._loss(self._call(parameters, batch[0]), batch, None) for batch in self._validation]
+        finally:
+            for one, training in was.items():
+                one.training = training
         return torch.stack(losses).sum() / len(losses)
 
     def _call(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -129,17 +124,6 @@ class ModuleTask:
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         output: Tensor = torch.func.functional_call(self.module, {**parameters, **buffers}, (x,))
         return output
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    was = {one: one.training for one in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for one, training in was.items():
-            one.training = training
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ngsgd import imports
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
-from ngsgd.models import custom
-from ngsgd.models.growing import Split, Stage, StagedModel, set_stage
+from ngsgd.imports import first_line
+from ngsgd.models.growing import Split, Stage, StagedModel, SumSubclasses, prior_scale, set_stage, split_targets
 from ngsgd.models.layers import DataStatistics, FixedAffine, FixedScale, Layer, Window, dnn_layers, initialize, zero
-from ngsgd.models.subclasses import SumSubclasses, prior_scale, split_targets
 from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNetwork
+from ngsgd.optim import SGD
+from ngsgd.optim.groups import layer_options
 
 
 def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: int, *, window: Window | None = None,
@@ -39,7 +41,7 @@ def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: in
     window = window or Window(0, 0, num_inputs)
     statistics = statistics or DataStatistics()
     if config._target_:
-        return custom.build(config, num_inputs=num_inputs, num_classes=num_classes, window=window, seed=seed)
+        return _custom(config, num_inputs=num_inputs, num_classes=num_classes, window=window, seed=seed)
     front, layers, width = _hidden_layers(config, num_inputs, window, statistics.input_transform)
     output = _output("output", width, num_classes, _scales(config, statistics, [1] * num_classes))
     split = _split(config, width, num_classes, statistics)
@@ -74,7 +76,6 @@ def _hidden_layers(config: ModelConfig, num_inputs: int, window: Window,
 
 
 def _output(name: str, width: int, num_outputs: int, scale: Tensor | None) -> Layer:
-    """Return the last affine layer, followed by an optional fixed scale."""
     affine = nn.Linear(width, num_outputs)
     zero(affine)
     layer: Layer = OrderedDict({name: affine})
@@ -88,9 +89,8 @@ def _split(config: ModelConfig, width: int, num_classes: int, statistics: DataSt
         return None
     if config.num_subclasses <= num_classes:
         raise ConfigError(f"model.num_subclasses is {config.num_subclasses}, but there are "
-                          f"{num_classes} classes; it is the total over all classes, so increase "
-                          "it, or use 0 for none.")
-    targets = split_targets(statistics.class_counts, config.num_subclasses, config.subclass_power)
+                          f"{num_classes} classes; it is the total over all classes, so increase it, or use 0 for none.")
+    targets = split_targets(statistics.class_counts, config.num_subclasses)
     modules = _output("subclass_output", width, sum(targets), _scales(config, statistics, targets))
     modules["sum"] = SumSubclasses(targets)
     scale_P = _scales(config, statistics, [1] * num_classes)
@@ -104,25 +104,14 @@ def _scales(config: ModelConfig, statistics: DataStatistics, targets: Sequence[i
     return prior_scale(statistics.class_counts, config.prior_scale_power).repeat_interleave(torch.tensor(targets))
 
 
-# Saved models -------------------------------------------------------------------------------------
-
-
 def rebuild(about: Mapping[str, Any], settings: Mapping[str, Any], state: Mapping[str, Tensor],
             transform: Tensor | None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    """Build the network of a description (model.json) and load its parameters.
+    """Build the network of a description (model.json); return it in evaluation mode, and its
+    priors.
 
-    Args:
-        about: content of model.json.
-        settings: model settings in it, or replacements.
-        state: parameters and buffers by name.
-        transform: the fixed first layer, if the network has one.
-
-    Returns:
-        (network in evaluation mode, prior of each class).
-
-    Raises:
-        ValueError: values that are not finite, or a description that does not fit the parameters.
-        KeyError, TypeError, RuntimeError, AttributeError: an incomplete or damaged description.
+    `settings` are those in `about` or replacements, `state` the parameters and buffers by name, and
+    `transform` the fixed first layer. Raises ValueError for values that are not finite or do not
+    fit, KeyError, TypeError, RuntimeError or AttributeError for a damaged description.
     """
     # Decoding would not detect non-finite parameters.
     wrong = [name for name, values in {**state, "input_transform": transform}.items()
@@ -151,3 +140,69 @@ def least_parameters(model: ModelConfig, num_inputs: int, num_classes: int) -> i
     outputs = max(1, width // model.pnorm_group) if model.kind == "pnorm" else width
     between = 2 * min(model.bottleneck_dim, width) * width if model.kind == "tdnnf" else outputs * width
     return num_inputs * width + (model.num_layers - 1) * between + outputs * num_classes
+
+
+def _custom(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Window, seed: int) -> nn.Module:
+    factory = find_custom(config)
+    sizes = {"num_inputs": num_inputs, "num_classes": num_classes, "left_context": window.left_context,
+             "right_context": window.right_context, "feature_dim": window.feature_dim, "seed": seed}
+    # Most modules do not have this argument.
+    if window.side_dim:
+        sizes["side_dim"] = window.side_dim
+    # the random state of torch is restored afterwards
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = factory(**sizes, **(config.args or {}))
+        except Exception as error:
+            raise ConfigError(f"model._target_ {config._target_} failed when it was called with {', '.join(sizes)} and "
+                              f"model.args {dict(config.args or {})} ({first_line(error)}); fix it, or the arguments.") from error
+    check_custom(model, config._target_, num_inputs, num_classes)
+    return model  # type: ignore[no-any-return]
+
+
+def find_custom(config: ModelConfig) -> Callable[..., Any]:
+    """Return the factory; raises ConfigError if it is missing."""
+    return imports.find(config._target_, config.search_path, "model", "a torch.nn.Module")
+
+
+def check_custom(model: Any, target: str, num_inputs: int, num_classes: int) -> None:
+    """Raise ConfigError unless the model is a trainable float32 module from frames to logits."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model._target_ {target} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+    wrong = [f"{name} ({str(value.dtype).removeprefix('torch.')})" for name, value in model.state_dict().items()
+             if (value.is_floating_point() or value.is_complex()) and value.dtype != torch.float32]
+    if wrong:
+        raise ConfigError(f"model._target_ {target} has {', '.join(wrong[:3])}; parameters and "
+                          "buffers must be float32, the dtype of averaging.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"model._target_ {target} has no parameter that requires a gradient; there is nothing to train.")
+    try:
+        SGD(model, 1.0, layer_options=layer_options(model), fast_gemm=False)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model._target_ {target} has layer_options that do not fit ({first_line(error)}); see "
+                          "ngsgd.optim.SGD.") from error
+    _check_a_pass(model, target, num_inputs, num_classes)
+
+
+def _check_a_pass(model: nn.Module, target: str, num_inputs: int, num_classes: int) -> None:
+    """Run forward and backward on noise in the shape of a minibatch; buffers are restored."""
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            logits = model(torch.randn(3, num_inputs))
+            shape = tuple(logits.shape)
+            if shape == (3, num_classes):
+                nn.functional.cross_entropy(logits, torch.zeros(3, dtype=torch.int64), reduction="sum").backward()
+        except Exception as error:
+            raise ConfigError(f"model._target_ {target} failed on three frames of {num_inputs} "
+                              f"spliced features ({first_line(error)}); fix its forward.") from error
+    if shape != (3, num_classes):
+        raise ConfigError(f"model._target_ {target} maps three rows of {num_inputs} inputs to a "
+                          f"tensor of shape {shape}; it must be (3, {num_classes}), a logit for each class.")
+    if not bool(torch.isfinite(logits).all()):
+        raise ConfigError(f"model._target_ {target} returns logits that are not finite for normal "
+                          "input; check its initialization.")
+    model.load_state_dict(kept)
+    model.zero_grad(set_to_none=True)

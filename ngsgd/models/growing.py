@@ -1,14 +1,13 @@
 """Layer-wise training: all parts exist from the start, and a stage selects the active ones.
 
-Layers are added one after another (C.7 of arXiv 1410.7455), and an output layer is split into
-sub-classes (C.5). Parameter vectors therefore have one size. The stage is a function of the outer
-iteration, and is never stored, averaged or sent. The iterations are those of Kaldi's
-nnet2/train_pnorm_fast.sh.
+Layers are added (C.7 of arXiv 1410.7455), and the output layer is split into sub-classes (C.5), at
+the iterations of Kaldi's nnet2/train_pnorm_fast.sh. The stage is a function of the outer iteration.
 """
 
 from __future__ import annotations
 
 import copy
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +20,104 @@ from torch import Tensor, nn
 from ngsgd.config import ModelConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.models.layers import Layer, initialize
-from ngsgd.models.subclasses import split_rows
 from ngsgd.models.tdnn import TimeDelayNetwork
+
+_MIN_POSTERIOR = 1e-20  # Kaldi's floor of the argument of the logarithm.
+# Standard deviation of the perturbation that separates two halves of a row.
+_PERTURBATION = 0.01
+
+
+def split_targets(counts: Sequence[float], num_subclasses: int, power: float = 0.25, min_count: float = 10.0) -> list[int]:
+    """Distribute at most `num_subclasses` sub-classes over classes with these numbers of frames.
+
+    The class with the largest count^power / sub-classes gets one more, unless the new number times
+    `min_count` would reach its count. Source: GetSplitTargets of Kaldi's gmm/model-common.cc.
+
+    >>> split_targets([100.0, 10000.0], 6, power=0.5)
+    [1, 5]
+    """
+    targets = [1] * len(counts)
+    # Ties are resolved in class order.
+    queue = [(-(count ** power), pdf) for pdf, count in enumerate(counts)]
+    heapq.heapify(queue)
+    num_left = num_subclasses - len(counts)
+    while num_left > 0 and queue:
+        _, pdf = heapq.heappop(queue)
+        if (targets[pdf] + 1) * min_count < counts[pdf]:
+            targets[pdf] += 1
+            num_left -= 1
+            heapq.heappush(queue, (-(counts[pdf] ** power) / targets[pdf], pdf))
+    return targets
+
+
+def classes_of_subclasses(targets: Sequence[int]) -> list[int]:
+    """Return the class of each sub-class; those of one class are adjacent."""
+    return [pdf for pdf, number in enumerate(targets) for _ in range(number)]
+
+
+def split_rows(weight_PH: Tensor, bias_P: Tensor, targets: Sequence[int], generator: torch.Generator, *,
+               scales: Sequence[float] = (), perturbation: float = _PERTURBATION) -> tuple[Tensor, Tensor]:
+    """Split the row of every class into its number of sub-classes (weight S x H, bias S).
+
+    A split halves the probability of the row with the fewest splits and moves its two copies apart
+    by +- `perturbation` * randn; without it the posteriors do not change, even with fixed `scales`.
+    """
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    for row_H, bias, number, scale in zip(weight_PH, bias_P, targets, scales or [1.0] * len(targets), strict=True):
+        rows, offsets = [row_H], [0.0]
+        while len(rows) < number:
+            chosen = offsets.index(max(offsets))
+            noise_H = perturbation * torch.randn(row_H.shape, generator=generator, dtype=row_H.dtype)
+            rows.append(rows[chosen] - noise_H)
+            rows[chosen] = rows[chosen] + noise_H
+            offsets[chosen] += math.log(0.5) / scale
+            offsets.append(offsets[chosen])
+        weights += rows
+        biases += [bias + offset for offset in offsets]
+    return torch.stack(weights), torch.stack(biases)
+
+
+def prior_scale(counts: Sequence[float], power: float, smoothing: float = 0.01) -> Tensor:
+    """Return (count + smoothing * mean count)^power of mean 1, as Kaldi's FixedScale (-0.25)."""
+    counts_P = torch.tensor(counts, dtype=torch.float64)
+    scale_P = (counts_P + smoothing * counts_P.mean()) ** power
+    return scale_P / scale_P.mean()
+
+
+class SumSubclasses(nn.Module):
+    """Log of the sum over the sub-classes of each class of their softmax, N x S to N x P, floored
+    at log 1e-20. As in Kaldi, the derivative ignores the floor.
+    """
+
+    class_S: Tensor
+
+    def __init__(self, targets: Sequence[int]) -> None:
+        super().__init__()
+        self.num_classes = len(targets)
+        self.register_buffer("class_S", torch.tensor(classes_of_subclasses(targets)), persistent=False)
+
+    def forward(self, z_NS: Tensor) -> Tensor:
+        """Return log probabilities of the classes."""
+        index_NS = self.class_S.expand_as(z_NS)
+        nothing_NP = z_NS.new_zeros(z_NS.shape[0], self.num_classes)
+        # Each class relative to its largest value; relative to that of the row, unlikely classes
+        # would underflow.
+        top_NP = nothing_NP.scatter_reduce(1, index_NS, z_NS.detach(), "amax", include_self=False)
+        sum_NP = nothing_NP.index_add(1, self.class_S, (z_NS - top_NP.gather(1, index_NS)).exp())
+        log_y_NP = sum_NP.log() + top_NP - z_NS.logsumexp(dim=1, keepdim=True)
+        return log_y_NP + (log_y_NP.clamp(min=math.log(_MIN_POSTERIOR)) - log_y_NP).detach()
+
+    def extra_repr(self) -> str:
+        return f"num_subclasses={len(self.class_S)}, num_classes={self.num_classes}"
 
 
 @dataclass(frozen=True)
 class Stage:
     """Active part of a model."""
 
-    # hidden layers, from the input on
-    num_layers: int
-    # whether the output layer has sub-classes
-    is_split: bool = False
+    num_layers: int  # hidden layers, from the input on
+    is_split: bool = False  # whether the output layer has sub-classes
 
 
 @dataclass(frozen=True)
@@ -40,19 +125,13 @@ class Stages:
     """Stage of every outer iteration."""
 
     num_layers: int = 1
-    # outer iterations between two additions; 0: all layers from the start
-    add_layers_period: int = 0
-    # first outer iteration with sub-classes
-    first_split: int | None = None
-    # rules of A6 for early outer iterations
-    halves_early: bool = False
+    add_layers_period: int = 0  # outer iterations between two additions; 0: all from the start
+    first_split: int | None = None  # first outer iteration with sub-classes
+    halves_early: bool = False  # rules of A6 for early outer iterations
 
     @classmethod
     def of(cls, model: ModelConfig, schedule: ScheduleConfig, num_outer_iters: int) -> Stages:
-        """Create the stages of a run.
-
-        Raises ConfigError for a run that ends before the model is complete.
-        """
+        """Create the stages; ConfigError for a run that ends before the model is complete."""
         finish = model.num_layers * model.add_layers_period
         last_addition = 1 + (model.num_layers - 2) * model.add_layers_period if model.num_layers > 1 else 0
         if model.add_layers_period and last_addition >= num_outer_iters:
@@ -88,26 +167,19 @@ Make = Callable[[Layer], nn.Module]
 
 @dataclass(frozen=True)
 class Split:
-    """An output layer with sub-classes.
-
-    Its modules, and the number of sub-classes of each class.
-    """
+    """An output layer with sub-classes."""
 
     modules: Layer
-    targets: tuple[int, ...]
-    # of each class, after the layer; empty: none
-    scales: tuple[float, ...] = ()
+    targets: tuple[int, ...]  # sub-classes of each class
+    scales: tuple[float, ...] = ()  # of each class, after the layer; empty: none
 
 
 class StagedModel(nn.Module):
-    """All modules of the final model by name; `at` returns the network of a stage.
-
-    Before the split the output layer is "output", after it "subclass_output"; the other one is
-    inactive.
+    """All modules of the final model by name; `at` returns the network of a stage. The output layer
+    is "output" before the split, and "subclass_output" after it.
     """
 
-    def __init__(self, front: Layer, layers: Sequence[Layer], output: Layer, split: Split | None,
-                 make: Make) -> None:
+    def __init__(self, front: Layer, layers: Sequence[Layer], output: Layer, split: Split | None, make: Make) -> None:
         super().__init__()
         self._front, self._output = list(front), list(output)
         self._hidden = [list(layer) for layer in layers]
@@ -126,8 +198,7 @@ class StagedModel(nn.Module):
         if stage not in self._networks:
             hidden = [name for layer in self._hidden[:stage.num_layers] for name in layer]
             names = [*self._front, *hidden, *(self._split if stage.is_split else self._output)]
-            self._networks[stage] = self._make(OrderedDict((name, self.get_submodule(name))
-                                                           for name in names))
+            self._networks[stage] = self._make(OrderedDict((name, self.get_submodule(name)) for name in names))
         return self._networks[stage]
 
     def forward(self, x_NI: Tensor) -> Tensor:
@@ -136,37 +207,30 @@ class StagedModel(nn.Module):
         return y
 
     @torch.no_grad()
-    def remade(self, state: Mapping[str, Tensor], before: Stage, after: Stage,
-               seed: int) -> dict[str, Tensor]:
+    def remade(self, state: Mapping[str, Tensor], before: Stage, after: Stage, seed: int) -> dict[str, Tensor]:
         """Return the changed entries of a state at the transition between two stages.
 
-        New layers are initialized. The output layer after them gets random values of standard
-        deviation 0.1/sqrt(inputs) (C.7). Rows of the output layer are split into those of the
-        sub-classes (C.5). All random numbers depend on `seed` and the stages. `state` is not
-        modified.
+        New layers are initialized, the output layer after them gets random values of deviation
+        0.1/sqrt(inputs) (C.7), its rows are split (C.5), by `seed` and the stages.
         """
         entropy = np.random.SeedSequence([seed, after.num_layers, after.is_split])
         generator = torch.Generator().manual_seed(int(entropy.generate_state(1)[0]))
         made: dict[str, Tensor] = {}
-        for name in (name for layer in self._hidden[before.num_layers:after.num_layers]
-                     for name in layer):
+        for name in (name for layer in self._hidden[before.num_layers:after.num_layers] for name in layer):
             module = copy.deepcopy(self.get_submodule(name)).cpu()
             initialize([module], generator)
             for one in module.modules():
                 if isinstance(one, nn.modules.batchnorm._BatchNorm):
                     one.reset_running_stats()
-            made |= {f"{name}.{key}": value for key, value in module.state_dict().items()
-                     if value.is_floating_point()}
+            made |= {f"{name}.{key}": value for key, value in module.state_dict().items() if value.is_floating_point()}
         if after.num_layers > before.num_layers:
-            weight_PH = state["output.weight"]
-            stddev = _REMADE_STDDEV / math.sqrt(weight_PH.shape[1])
+            stddev = _REMADE_STDDEV / math.sqrt(state["output.weight"].shape[1])
             for key in ("output.weight", "output.bias"):
                 made[key] = torch.empty_like(state[key]).normal_(0.0, stddev, generator=generator)
         if after.is_split and not before.is_split:
             now = {**state, **made}
             made["subclass_output.weight"], made["subclass_output.bias"] = split_rows(
-                now["output.weight"], now["output.bias"], self.targets, generator,
-                scales=self._scales)
+                now["output.weight"], now["output.bias"], self.targets, generator, scales=self._scales)
         return made
 
 
@@ -182,10 +246,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
 
 
 def utterance_logits(model: nn.Module, x_TI: Tensor) -> Tensor:
-    """Return T x P for the spliced frames of one utterance, in order and without gaps.
-
-    A TDNN computes each of its frames once.
-    """
+    """Return T x P for consecutive spliced frames of one utterance, by a TDNN each once."""
     network = network_at(model, model.stage) if isinstance(model, StagedModel) else model
     logits: Tensor = network.utterance(x_TI) if isinstance(network, TimeDelayNetwork) else network(x_TI)
     return logits

@@ -1,7 +1,4 @@
-"""Building blocks of acoustic models that torch does not have.
-
-Letters: N rows, D dimension, G groups.
-"""
+"""Building blocks of acoustic models that torch lacks; N rows, D dimension, G groups."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ class Window(NamedTuple):
     left_context: int     # frames
     right_context: int    # frames
     feature_dim: int      # of one frame
-    # values that are not spliced, such as an i-vector, at the end of the row
-    side_dim: int = 0
+    side_dim: int = 0  # values that are not spliced, such as an i-vector, at the end of the row
 
     @property
     def num_inputs(self) -> int:
@@ -36,8 +32,7 @@ class Window(NamedTuple):
 class DataStatistics:
     """Statistics of the training examples that a model needs (`ngsgd.models.statistics`)."""
 
-    # frames of each class
-    class_counts: tuple[float, ...] = ()
+    class_counts: tuple[float, ...] = ()  # frames of each class
     input_transform: Tensor | None = None       # outputs x inputs + 1
 
 
@@ -141,8 +136,7 @@ class Renormalize(nn.Module):
         if not x_ND.is_cpu:
             # One kernel of torch in each direction, which adds the floor; 1e-20 has no effect on
             # any row.
-            of_one: Tensor = nn.functional.rms_norm(x_ND, x_ND.shape[-1:], None,
-                                                    nonlinearities.MIN_MEAN_SQUARE)
+            of_one: Tensor = nn.functional.rms_norm(x_ND, x_ND.shape[-1:], None, nonlinearities.MIN_MEAN_SQUARE)
             return of_one if self.target_rms == 1.0 else of_one * self.target_rms
         y_ND: Tensor = _Renormalize.apply(x_ND, self.target_rms)  # type: ignore[no-untyped-call]
         return y_ND
@@ -178,11 +172,7 @@ class FixedAffine(nn.Module):
     bias: Tensor
 
     def __init__(self, transform: Tensor) -> None:
-        """Create the layer.
-
-        Args:
-            transform: outputs x inputs + 1, the offset last, as in Kaldi.
-        """
+        """Create the layer from outputs x inputs + 1, the offset last, as in Kaldi."""
         super().__init__()
         self.register_buffer("weight", transform[:, :-1].float().contiguous(), persistent=False)
         self.register_buffer("bias", transform[:, -1].float().contiguous(), persistent=False)
@@ -212,17 +202,12 @@ def normalization(config: ModelConfig, dim: int) -> nn.Module:
     return BatchNorm(dim) if config.normalize == "batchnorm" else Renormalize()
 
 
-# Feed-forward models ------------------------------------------------------------------------------
-
-
-# Modules of one hidden layer, by their names in the model.
-Layer = OrderedDict[str, nn.Module]
+Layer = OrderedDict[str, nn.Module]  # modules of one hidden layer, by their names in the model
 
 
 def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
     """Return (hidden layers, outputs of the last)."""
-    layers = []
-    width = num_inputs
+    layers, width = [], num_inputs
     for number in range(1, config.num_layers + 1):
         layer: Layer = OrderedDict()
         layer[f"affine{number}"] = nn.Linear(width, config.hidden_dim)

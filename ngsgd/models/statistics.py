@@ -1,57 +1,47 @@
-"""Statistics of the training examples that models need, computed once and stored with the archives.
-"""
+"""Statistics of training examples that models need, computed once, stored with the archives."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ngsgd.config import ModelConfig, RunConfig
+from ngsgd.data import arrays
 from ngsgd.data.reader import BESIDE, EgsReader, Minibatch
 from ngsgd.errors import ConfigError, DataError
-from ngsgd.files import DIGEST, digest_of_arrays, new_file
 from ngsgd.models.build import build_model
 from ngsgd.models.layers import DataStatistics, Window
 from ngsgd.schedules import Shard
 
 _ROWS_AT_ONCE = 8192
-# Increase it when equal settings would yield other numbers.
-_FORMAT = 1
+_FORMAT = 1  # Increase it when equal settings would yield other numbers.
 
 
 def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
-    """Create the model of a run for these examples.
-
-    Its initialization depends on the seed of the run.
-    """
+    """Create the model of a run for these examples, initialized from the seed of the run."""
     info = reader.info
     model = build_model(config.model, info.num_inputs, info.num_classes, config.seed,
                         window=Window(info.left_context, info.right_context, info.feature_dim, info.side_dim),
                         statistics=statistics_for(config.model, reader))
-    _scale_start(model, config.model)
-    return model
-
-
-@torch.no_grad()
-def _scale_start(model: nn.Module, config: ModelConfig) -> None:
     modules = dict(model.named_modules())
-    for name, scale in (config.init_scales or {}).items():
+    for name, scale in (config.model.init_scales or {}).items():
         if name not in modules:
             known = [key for key, module in modules.items() if next(module.parameters(recurse=False), None) is not None]
             raise ConfigError(f"model.init_scales has {name}, and the model has no such layer; it has {', '.join(known)}.")
         for parameter in modules[name].parameters(recurse=False):
-            parameter.mul_(scale)
+            with torch.no_grad():
+                parameter.mul_(scale)
+    return model
 
 
 def needs_statistics(config: ModelConfig) -> bool:
@@ -60,10 +50,8 @@ def needs_statistics(config: ModelConfig) -> bool:
 
 
 def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | None:
-    """Return the statistics, or None if the model needs none.
-
-    They are read from the file next to the archives, or computed and stored there. The coordinator
-    does this before any worker starts, so that all use identical values.
+    """Return the statistics, or None if the model needs none. The coordinator reads them from the
+    file next to the archives, or stores them there, before any worker starts.
     """
     if not needs_statistics(config):
         return None
@@ -72,10 +60,18 @@ def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | N
     if config.input_transform == "lda":
         wanted += _columns(config, reader).tolist()
     path = reader.files.root(BESIDE.replace("*", hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:12]))
-    found = _read(path, reader.info.num_classes)
-    if found is None:
-        found = _compute(config, reader)
-        _write(path, found)
+    if (stored := _read(path, reader.info.num_classes)) is not None:
+        return stored
+    found = _compute(config, reader)
+    counts = np.array(found.class_counts, np.float64)
+    written: dict[str, npt.NDArray[Any]] = {"class_counts": counts}
+    if found.input_transform is not None:
+        written["input_transform"] = found.input_transform.numpy()
+    try:
+        arrays.write(path, written)
+    except OSError as error:
+        raise DataError(f"{path} could not be written ({error}); free space, or fix the "
+                        "permissions of that folder.") from error
     return found
 
 
@@ -104,36 +100,14 @@ def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:
 
 def _read(path: Path, num_classes: int) -> DataStatistics | None:
     try:
-        arrays = load_file(path)
-        with safe_open(path, framework="np") as file:
-            expected = (file.metadata() or {}).get(DIGEST)
-    except (OSError, SafetensorError):
+        found = arrays.read(path)
+    except (OSError, ValueError):
         # Missing or damaged; it is created again in both cases.
         return None
-    if expected != _digest(arrays):
+    counts, transform = found.get("class_counts"), found.get("input_transform")
+    if counts is None or len(counts) != num_classes or (transform is not None and not np.isfinite(transform).all()):
         return None
-    counts, transform = arrays.get("class_counts"), arrays.get("input_transform")
-    whole = counts is not None and len(counts) == num_classes and (transform is None or bool(transform.isfinite().all()))
-    return DataStatistics(tuple(counts.tolist()), transform) if whole and counts is not None else None
-
-
-def _digest(arrays: Mapping[str, torch.Tensor]) -> str:
-    return digest_of_arrays({name: array.numpy() for name, array in arrays.items()})
-
-
-def _write(path: Path, statistics: DataStatistics) -> None:
-    arrays = {"class_counts": torch.tensor(statistics.class_counts, dtype=torch.float64)}
-    if statistics.input_transform is not None:
-        arrays["input_transform"] = statistics.input_transform.contiguous()
-    try:
-        with new_file(path) as temporary:
-            save_file(arrays, temporary, {DIGEST: _digest(arrays)})
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} could not be written ({error}); free space, or fix the "
-                        "permissions of that folder.") from error
-
-
-# Input transform ----------------------------------------------------------------------------------
+    return DataStatistics(tuple(counts.tolist()), None if transform is None else torch.from_numpy(transform))
 
 
 Array = npt.NDArray[np.float64]
@@ -144,10 +118,8 @@ class ClassStatistics:
     """Statistics of rows with classes; float64."""
 
     count_P: Array
-    # covariance of all rows
-    total_DD: Array
-    # covariance of the class means, weighted by their counts
-    between_DD: Array
+    total_DD: Array  # covariance of all rows
+    between_DD: Array  # covariance of the class means, weighted by their counts
     mean_D: Array
 
 
@@ -174,14 +146,10 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
                   max_singular_value: float = 5.0, dim: int = 0) -> Array:
     """Compute the input transform (C.6 of arXiv 1410.7455), K x (D + 1) with the offset last.
 
-    It decorrelates the input and down-weights non-discriminative dimensions: an LDA that keeps all
-    dimensions by default, with a mild floor instead of full whitening; Kaldi's
-    nnet2/get-feature-transform.cc. The sign of each row is arbitrary.
-
-    T is the total covariance, B the between-class one, and W = T - B = L L^T. The eigenvalues l of
-    L^-1 B L^-T = U diag(l) U^T descend. Row i of U^T L^-1 is scaled by
-    sqrt((f + l_i) / (1 + l_i)). f is `within_class_factor`. Singular values are limited (0: not),
-    and `dim` rows are kept (0: all). Raises DataError if W is singular.
+    As Kaldi's nnet2/get-feature-transform.cc. T is the total covariance, B the between-class one, W
+    = T - B = L L^T. The eigenvalues l of L^-1 B L^-T = U diag(l) U^T descend. Row i of U^T L^-1 is
+    scaled by sqrt((f + l_i) / (1 + l_i)). f is `within_class_factor`. Singular values are limited
+    (0: not), and `dim` rows are kept (0: all). Raises DataError if W is singular.
     """
     try:
         L_DD = np.linalg.cholesky(total_DD - between_DD)

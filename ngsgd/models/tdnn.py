@@ -1,15 +1,8 @@
-"""Time-delay networks (TDNN.
+"""Time-delay networks (TDNN; Peddinti et al. 2015) and factored ones (TDNN-F; Povey et al. 2018).
 
-Peddinti et al. 2015) and factored ones (TDNN-F; Povey et al. 2018).
-
-A layer reads the frames at its offsets around each of its output frames: Kaldi's TdnnComponent, a
-dilated convolution implemented as splicing and an affine layer. Only frames that the output depends
-on are computed. The cost of training on single frames therefore depends on the offsets instead of
-the window width. A complete utterance is computed once for all of its frames.
-
-Side values of a frame, such as an i-vector, are an input of the first layer. As in Kaldi
-(ReplaceIndex), they are equal at all frames that an output depends on.
-
+A layer reads the frames at its offsets around each of its output frames, by splicing and an affine
+layer; only frames that the output depends on are computed. Side values of a frame, such as an
+i-vector, are an input of the first layer, equal at all frames that an output depends on.
 Letters: N rows (examples or utterances), T frames, K offsets, D dimension, S side values.
 """
 
@@ -26,6 +19,8 @@ from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
 from ngsgd.models.layers import FixedAffine, Window, normalization
+
+BYPASS_SCALE = 0.66  # Kaldi's bypass-scale of tdnnf-layer
 
 Times = npt.NDArray[np.int64]   # ascending
 
@@ -44,17 +39,14 @@ class Splice(NamedTuple):
 class _FramePlan(NamedTuple):
     """Plan of a network for certain output frames, on one device."""
 
-    # required frames of a window, or of an utterance
-    needed: Tensor
-    # of each time layer
-    splices: list[tuple[Splice, ...]]
+    needed: Tensor  # required frames of a window, or of an utterance
+    splices: list[tuple[Splice, ...]]  # of each time layer
 
 
 class TimeLayer(nn.Module):
     """A layer that computes output frames from input frames at other times."""
 
-    # of the input frames of an output frame
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of the input frames of an output frame
 
     def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
         """Return (input frames that the outputs at `times` need, their indices)."""
@@ -93,17 +85,15 @@ class Tdnn(TimeLayer):
 
 
 class FactoredTdnn(TimeLayer):
-    """Factored TDNN layer: semi-orthogonal factor, affine layer, ReLU, normalization, bypass.
-
-    The factor covers the past offsets, the affine layer the future ones; an offset 0 belongs to
-    both. y = rest(affine(factor(x))) + bypass_scale * x, as Kaldi's tdnnf-layer.
+    """Factored TDNN layer: semi-orthogonal factor of the past offsets, affine layer of the future
+    ones (0: both), ReLU, normalization, and BYPASS_SCALE * x, as Kaldi's tdnnf-layer.
     """
 
     def __init__(self, config: ModelConfig, num_inputs: int, offsets: Sequence[int]) -> None:
         super().__init__()
         self.past = tuple(offset for offset in offsets if offset <= 0) or (0,)
         self.future = tuple(offset for offset in offsets if offset >= 0) or (0,)
-        self.bypass_scale = config.bypass_scale if num_inputs == config.hidden_dim else 0.0
+        self.bypass_scale = BYPASS_SCALE if num_inputs == config.hidden_dim else 0.0
         self.factor = nn.Linear(len(self.past) * num_inputs, config.bottleneck_dim, bias=False)
         self.affine = nn.Linear(len(self.future) * config.bottleneck_dim, config.hidden_dim)
         self.rest = _rest(config)
@@ -128,12 +118,9 @@ class FactoredTdnn(TimeLayer):
 
 
 class TimeDelayNetwork(nn.Sequential):
-    """Time layers, then frame-by-frame layers.
-
-    Its input is rows of spliced frames, as for other networks.
-
-    `forward` returns the output for the middle frame of the window of each row. `utterance` returns
-    the same numbers for the consecutive frames of one utterance, each computed once.
+    """Time layers, then frame-by-frame layers; its input is rows of spliced frames. `forward`
+    returns the middle frame of each row, `utterance` the same for consecutive frames, each computed
+    once.
     """
 
     def __init__(self, children: OrderedDict[str, nn.Module], window: Window) -> None:
@@ -150,10 +137,8 @@ class TimeDelayNetwork(nn.Sequential):
         return self._run(x_NWD, plan, side_NS).squeeze(1)
 
     def utterance(self, x_TI: Tensor) -> Tensor:
-        """Return T x outputs from the spliced frames of one utterance, in order and without gaps.
-
-        Frames with different side values share no hidden layer, so each sequence of equal ones is
-        computed separately.
+        """Return T x outputs from the spliced frames of one utterance, in order and without gaps;
+        each sequence of equal side values is computed separately.
         """
         side_TS = self._parts(x_TI)[1]
         if side_TS is None:
@@ -162,7 +147,6 @@ class TimeDelayNetwork(nn.Sequential):
         return torch.cat([self._alike(run) for run in x_TI.tensor_split(ends.cpu())])
 
     def _alike(self, x_TI: Tensor) -> Tensor:
-        """Return the outputs of consecutive frames with equal side values."""
         x_TWD, side_TS = self._parts(x_TI)
         frames = torch.cat([x_TWD[0], x_TWD[1:, -1]])[None]  # each frame once
         plan = self._plan(np.arange(len(x_TI)), x_TI.device)
@@ -179,13 +163,11 @@ class TimeDelayNetwork(nn.Sequential):
         return [layer for layer in self.children() if isinstance(layer, TimeLayer)]
 
     def _plan(self, times: Times, device: torch.device) -> _FramePlan:
-        """Return the plan of the outputs at `times`."""
         splices = []
         for layer in reversed(self._time_layers()):
             times, of_layer = layer.plan(times)
             splices.append(tuple(Splice(splice.index_TK.to(device)) for splice in of_layer))
-        return _FramePlan(torch.from_numpy(times + self.window.left_context).to(device),
-                         splices[::-1])
+        return _FramePlan(torch.from_numpy(times + self.window.left_context).to(device), splices[::-1])
 
     def _run(self, x_NTD: Tensor, plan: _FramePlan, side_NS: Tensor | None) -> Tensor:
         y = x_NTD.index_select(1, plan.needed)

@@ -1,7 +1,7 @@
 """A bucket of S3, Google Cloud Storage or Azure, with typed errors.
 
-All requests use the library obstore. It takes credentials from the environment or the role of the
-machine, and repeats requests that fail for a short time (HTTP 5xx, 429, timeouts, connections).
+The library obstore takes credentials from the environment or the role of the machine, and repeats
+requests that fail for a short time (HTTP 5xx, 429, timeouts, connections).
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import Any, BinaryIO
 from ngsgd.errors import ConfigError, ObjectStorageError
 from ngsgd.object_storage.urls import check_url
 
-# total time in which one request is repeated, before it is an error
-RETRY_S = 60.0
+RETRY_S = 60.0  # total time in which one request is repeated, before it is an error
 _PART_BYTES = 8 << 20
-# larger files are written in parts
-_MAX_CONDITIONAL_BYTES = 64 << 20
+_MAX_CONDITIONAL_BYTES = 64 << 20  # larger files are written in parts
 _KEYS_PER_DELETION = 500
 
 
@@ -88,13 +86,8 @@ class ObjectStore:
 
     @classmethod
     def in_folder(cls, folder: str) -> ObjectStore:
-        """Objects that are files below a folder.
-
-        Conditional writes are atomic on local file systems and NFS.
-
-        Raises:
-            ObjectStorageError: the folder cannot be created.
-        """
+        """Objects that are files below a folder; ObjectStorageError if it cannot be created."""
+        # Conditional writes are atomic on local file systems and NFS.
         try:
             return cls(folder, store=_library().store.LocalStore(folder, mkdir=True))
         except (OSError, ValueError, _library().exceptions.BaseError) as error:
@@ -129,12 +122,9 @@ class ObjectStore:
             _library().put(self._store, key, file, chunk_size=_PART_BYTES, max_concurrency=4)
 
     def upload_new(self, key: str, path: Path) -> None:
-        """Write the content of a file unless the object exists; the key must name the content.
-
-        A large file is written in parts, and services have no condition for these. So another
-        process may write the object at the same time, with the same content.
-        """
+        """Write the content of a file unless the object exists; the key must name the content."""
         if path.stat().st_size > _MAX_CONDITIONAL_BYTES:
+            # services have no condition for parts: another process may write the same content, too
             self.upload(key, path)
             return
         with contextlib.suppress(WriteConflictError):
@@ -149,7 +139,7 @@ class ObjectStore:
                 return None
 
     def parts(self, key: str) -> Iterator[bytes]:
-        """Yield an object in parts of some megabytes; raises as `download`."""
+        """Yield an object in parts of some megabytes."""
         with self._typed("read", key):
             try:
                 answer = _library().get(self._store, key)
@@ -160,11 +150,7 @@ class ObjectStore:
                 yield bytes(part)
 
     def download(self, key: str, path: Path) -> str:
-        """Write an object to a file in constant memory; return its SHA-256.
-
-        Raises:
-            ObjectStorageError: the object does not exist, or cannot be read.
-        """
+        """Write an object to a file in constant memory; return its SHA-256."""
         found = hashlib.sha256()
         with path.open("wb") as file:
             for part in self.parts(key):
@@ -172,22 +158,19 @@ class ObjectStore:
                 file.write(part)
         return found.hexdigest()
 
+    def states(self, prefix: str = "") -> dict[str, tuple[int, str]]:
+        """Return the size in bytes and the ETag of each object below a prefix, by key."""
+        with self._typed("listed", prefix):
+            return {one["path"]: (int(one["size"]), str(one.get("e_tag") or ""))
+                    for some in _library().list(self._store, prefix or None) for one in some}
+
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Return the size in bytes of each object below a prefix, by key."""
-        with self._typed("listed", prefix):
-            return {one["path"]: int(one["size"]) for some in _library().list(self._store, prefix or None) for one in some}
-
-    def states(self) -> dict[str, tuple[int, str]]:
-        """Return the size in bytes and the ETag of each object, by key."""
-        with self._typed("listed", ""):
-            return {one["path"]: (int(one["size"]), str(one.get("e_tag") or ""))
-                    for some in _library().list(self._store) for one in some}
+        return {key: size for key, (size, _) in self.states(prefix).items()}
 
     def keys(self, prefix: str = "") -> Iterator[str]:
         """Yield the keys of all objects below a prefix."""
-        with self._typed("listed", prefix):
-            for some in _library().list(self._store, prefix or None):
-                yield from (one["path"] for one in some)
+        yield from self.states(prefix)
 
     def folders(self) -> list[str]:
         """Names of the folders directly below the URL."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -32,16 +33,15 @@ from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.lease import Lease, read_head
 
 OBJECTS, MANIFESTS = "objects", "manifests"
-# files of one machine, not of the run
-_LOCAL = ("lock", "process.json")
+_LOCAL = ("lock", "process.json")  # files of one machine, not of the run
 _LOG_SUFFIXES = (".jsonl", ".log")
 # a part of a log is merged with the previous part if that is less than this many times larger
 _GROWTH = 2
-# the end of the stored part of a log, which must not have changed
-_TAIL_BYTES = 4096
+# size, time of the last change in ns, and inode: they change with the content of a file
+_State = tuple[int, int, int]
+_TAIL_BYTES = 4096  # the end of the stored part of a log, which must not have changed
 _NUM_CONNECTIONS = 4
-# of a file that changes while it is stored
-_TRIES = 3
+_TRIES = 3  # of a file that changes while it is stored
 _KEY = re.compile(rf"(?:{OBJECTS}|{MANIFESTS})/(\d+)-[0-9a-f]+(?:\.json)?")
 
 
@@ -64,19 +64,7 @@ class Manifest:
     logs: Mapping[str, Sequence[Part]] = field(default_factory=dict)
 
     def keys(self) -> set[str]:
-        return {part.key for part in (*self.files.values(), *(part for parts in self.logs.values() for part in parts))}
-
-    def content(self) -> bytes:
-        return json.dumps(sealed("stored run", asdict(self))).encode()
-
-
-@dataclass(frozen=True)
-class _State:
-    """What changes with the content of a file."""
-
-    num_bytes: int
-    changed_ns: int
-    inode: int
+        return {part.key for part in (*self.files.values(), *itertools.chain(*self.logs.values()))}
 
 
 @dataclass
@@ -87,22 +75,19 @@ class _Log:
     tail: bytes = b""
 
     def added(self, path: Path) -> bytes:
-        """Return the lines that are not stored yet, and remove the parts that they replace.
-
-        Small parts are merged with new lines, so that the number of parts grows with the logarithm
-        of the size. A log whose stored end changed is stored again.
-        """
+        """Return the lines that are not stored yet, and remove the parts that they replace."""
         with open_regular(path) as file:
             start = sum(part.num_bytes for part in self.parts)
             file.seek(max(0, start - len(self.tail)))
             if file.read(len(self.tail)) != self.tail:
+                # the stored end changed: all of it is stored again
                 self.parts, start = [], 0
             file.seek(start)
             content = file.read()
             # a line may be incomplete
-            end = start + content.rfind(b"\n") + 1
-            if end == start:
+            if (end := start + content.rfind(b"\n") + 1) == start:
                 return b""
+            # so that the number of parts grows with the logarithm of the size
             while self.parts and self.parts[-1].num_bytes <= _GROWTH * (end - start):
                 start -= self.parts.pop().num_bytes
             file.seek(start)
@@ -112,12 +97,7 @@ class _Log:
 
 
 def read_manifest(store: ObjectStore, key: str, digest: str) -> Manifest:
-    """Read a manifest and compare it with its digest.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-        ObjectStorageError: it cannot be read.
-    """
+    """Read a manifest and check its digest; raise CheckpointError if it is missing or damaged."""
     found = store.get(key)
     try:
         if found is None:
@@ -133,8 +113,7 @@ def read_manifest(store: ObjectStore, key: str, digest: str) -> Manifest:
 
 
 def newest_manifest(store: ObjectStore) -> Manifest | None:
-    """The manifest that head.json names; None if nothing was committed; raises as `read_manifest`.
-    """
+    """The manifest that head.json names; None before a commit; raises as `read_manifest`."""
     head = read_head(store)
     while head and head.manifest:
         try:
@@ -148,18 +127,10 @@ def newest_manifest(store: ObjectStore) -> Manifest | None:
 
 
 class StoredFolder:
-    """Publishes a folder of this machine under a lease.
-
-    Args:
-        store: the objects of the folder.
-        path: the folder.
-        lease: the lease, which this process holds.
-    """
+    """Publishes the folder `path` of this machine under a lease, which this process holds."""
 
     def __init__(self, store: ObjectStore, path: Path, lease: Lease) -> None:
-        self.store = store
-        self.path = path
-        self.lease = lease
+        self.store, self.path, self.lease = store, path, lease
         head = lease.head
         self.manifest = read_manifest(store, head.manifest, head.manifest_sha256) if head.manifest else Manifest()
         self._logs: dict[str, _Log] = {}
@@ -167,19 +138,14 @@ class StoredFolder:
         self._unused: list[str] = []
 
     def publish(self) -> None:
-        """Commit the current content of the folder.
-
-        Raises:
-            RunLockedError: another process took the lease.
-            ObjectStorageError: the store cannot be used.
-        """
+        """Commit the current content of the folder; raises as `Lease.commit`."""
         self.lease.require_held()
         names = sorted(_files_in(self.path))
         with ThreadPoolExecutor(_NUM_CONNECTIONS) as connections:
-            files = self._store_files([name for name in names if not _is_log(name)], connections)
-            logs = self._store_logs([name for name in names if _is_log(name)], connections)
+            files = self._store_files([name for name in names if not name.endswith(_LOG_SUFFIXES)], connections)
+            logs = self._store_logs([name for name in names if name.endswith(_LOG_SUFFIXES)], connections)
         manifest = Manifest(self.manifest.number + 1, files, logs)
-        content = manifest.content()
+        content = json.dumps(sealed("stored run", asdict(manifest))).encode()
         key = f"{MANIFESTS}/{self.lease.fence:06d}-{manifest.number:08d}.json"
         self.store.put(key, content)
         before = self.lease.head.manifest
@@ -199,11 +165,7 @@ class StoredFolder:
                            if key not in used and (match := _KEY.fullmatch(key)) and int(match[1]) < self.lease.fence])
 
     def _store_files(self, names: Sequence[str], connections: Executor) -> dict[str, Part]:
-        """Store the files that changed; equal files are stored once.
-
-        A file that another thread writes at this time is read again. If that does not help, the
-        commit contains its stored content, and the next commit the new one.
-        """
+        """Store the files that changed; equal files are stored once."""
         known, self._known = self._known, {}
         by_digest = {part.sha256: part for part in (*self.manifest.files.values(), *(part for _, part in known.values()))}
         stored = {part.key for part in by_digest.values()}
@@ -215,8 +177,10 @@ class StoredFolder:
             is_stored = dict(zip(new, uploads, strict=True))
             changing = [name for name, (_, part) in read.items() if not is_stored.get(part.key, True)]
             self._known |= {name: one for name, one in read.items() if name not in changing}
+            # a file that another thread writes at this time is read again
             if not changing:
                 break
+        # the next commit contains the new content
         earlier = {name: self.manifest.files[name] for name in changing if name in self.manifest.files}
         return {**earlier, **{name: part for name, (_, part) in self._known.items()}}
 
@@ -227,7 +191,7 @@ class StoredFolder:
             if known and known[0] == state:
                 return known
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return state, by_digest.get(digest) or Part(self._key(digest), digest, state.num_bytes)
+            return state, by_digest.get(digest) or Part(self._key(digest), digest, state[0])
         return None
 
     def _upload(self, key: str, name: str, state: _State) -> bool:
@@ -239,12 +203,10 @@ class StoredFolder:
         return False
 
     def _store_logs(self, names: Sequence[str], connections: Executor) -> dict[str, Sequence[Part]]:
-        """Store the lines that were added."""
         new: dict[str, bytes] = {}
         for name in names:
             log = self._logs.setdefault(name, _Log())
-            content = log.added(self.path / name)
-            if content:
+            if content := log.added(self.path / name):
                 digest = hashlib.sha256(content).hexdigest()
                 log.parts.append(Part(self._key(digest), digest, len(content)))
                 new[log.parts[-1].key] = content
@@ -258,9 +220,6 @@ class StoredFolder:
 
     def _key(self, digest: str) -> str:
         return f"{OBJECTS}/{self.lease.fence:06d}-{digest}"
-
-
-# A folder of this machine from the store ----------------------------------------------------------
 
 
 def fetch(store: ObjectStore, manifest: Manifest, path: Path,
@@ -317,19 +276,14 @@ def _files_in(folder: Path) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
             path = Path(parent, name)
-            if not name.startswith(".") and not path.is_symlink() and path.is_file():
-                relative = path.relative_to(folder).as_posix()
-                if relative not in _LOCAL:
-                    yield relative
-
-
-def _is_log(name: str) -> bool:
-    return name.endswith(_LOG_SUFFIXES)
+            is_file = not name.startswith(".") and not path.is_symlink() and path.is_file()
+            if is_file and (relative := path.relative_to(folder).as_posix()) not in _LOCAL:
+                yield relative
 
 
 def _state(file: BufferedReader) -> _State:
     about = os.fstat(file.fileno())
-    return _State(about.st_size, about.st_mtime_ns, about.st_ino)
+    return about.st_size, about.st_mtime_ns, about.st_ino
 
 
 def _checked(name: str) -> str:

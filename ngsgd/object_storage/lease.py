@@ -2,8 +2,7 @@
 
 Both are in one object, `head.json`, which is only changed by conditional writes. A process that was
 replaced can therefore neither commit nor renew. The lease ends when its holder releases it, or when
-`head.json` was not renewed for the duration of the lease, measured by the monotonic clock of the
-process that waits for it. No two clocks are compared.
+it was not renewed for its duration by the monotonic clock of the process that waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ngsgd import process_identity
@@ -25,8 +24,7 @@ from ngsgd.object_storage.client import ObjectStore, Version, WriteConflictError
 
 HEAD = "head.json"
 LEASE_S = 60.0
-# of a lease written by another process, which is not trusted
-_LONGEST_LEASE_S = 3600.0
+_LONGEST_LEASE_S = 3600.0  # of a lease written by another process, which is not trusted
 _RENEWALS_PER_LEASE, _POLLS_PER_LEASE = 4, 12
 
 
@@ -35,17 +33,13 @@ class Head:
     """The content of head.json and its version."""
 
     fence: int = 0
-    # empty after a release
-    holder: Mapping[str, Any] = field(default_factory=dict)
+    holder: Mapping[str, Any] = field(default_factory=dict)  # empty after a release
     purpose: str = ""
     lease_s: float = LEASE_S
-    # key and SHA-256 of the newest manifest; empty before the first commit
-    manifest: str = ""
+    manifest: str = ""  # key and SHA-256 of the newest manifest; empty before the first commit
     manifest_sha256: str = ""
-    # a request to stop, by its fencing number: it ends with the lease
-    stop_fence: int = 0
-    # number of writes by the holder: each is a sign of life
-    renewal: int = 0
+    stop_fence: int = 0  # a request to stop, by its fencing number: it ends with the lease
+    renewal: int = 0  # number of writes by the holder: each is a sign of life
     # distinguishes this write from all others, so that a lost answer can be recognized
     nonce: str = ""
     version: Version | None = None
@@ -64,14 +58,8 @@ class LeaseClock:
 
 
 def read_head(store: ObjectStore) -> Head | None:
-    """Return the current head; None if there is none.
-
-    Raises:
-        CheckpointError: it is damaged.
-        ObjectStorageError: it cannot be read.
-    """
-    found = store.get(HEAD)
-    if found is None:
+    """Return the current head, None if there is none; raise CheckpointError if it is damaged."""
+    if (found := store.get(HEAD)) is None:
         return None
     content, version = found
     try:
@@ -95,17 +83,14 @@ class Lease:
         store: the objects of the folder.
         purpose: command of the holder, for the message of another process ("train", "resume").
         duration_s: time without a renewal after which another process may take the lease.
-        clock: time, replaced in tests.
+        clock: time.
         report: receives one message if the lease of another process must expire first.
     """
 
     def __init__(self, store: ObjectStore, purpose: str, duration_s: float = LEASE_S,
                  clock: LeaseClock | None = None, report: Callable[[str], None] = lambda message: None) -> None:
-        self.store = store
-        self.purpose = purpose
-        self.duration_s = duration_s
-        self._clock = clock or LeaseClock()
-        self._report = report
+        self.store, self.purpose, self.duration_s = store, purpose, duration_s
+        self._clock, self._report = clock or LeaseClock(), report
         self._head = Head()
         self._lost = ""
         self._changes = threading.Lock()
@@ -130,30 +115,29 @@ class Lease:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lease; wait at most its duration if the last holder did not release it.
-
-        Raises:
-            RunLockedError: a living process holds it.
-            ObjectStorageError: the store cannot be used.
-        """
-        while True:
+        """Take the lease, or wait for its end; RunLockedError if a living process holds it."""
+        is_taken = False
+        while not is_taken:
             before = read_head(self.store)
             # a process of this machine may be known to be dead
             if before and before.holder and (not process_identity.is_here(before.holder)
                                              or process_identity.is_alive(before.holder)):
                 before = self._expired(before)
-            if self._taken(before):
-                break
+            last = before or Head()
+            wanted = Head(last.fence + 1, process_identity.current(), self.purpose, self.duration_s,
+                          last.manifest, last.manifest_sha256)
+            # otherwise another process was faster
+            with contextlib.suppress(WriteConflictError):
+                self._head = self._written(wanted, last.version)
+                is_taken = True
         self._ended.clear()
         self._renewals = threading.Thread(target=self._renew_until_ended, name="ngsgd-lease", daemon=True)
         self._renewals.start()
 
     def commit(self, manifest: str, manifest_sha256: str) -> None:
-        """Make a manifest the content of the folder.
+        """Make a manifest the content of the folder; RunLockedError if the lease was taken.
 
-        Raises:
-            RunLockedError: another process took the lease.
-            ObjectStorageError: the store cannot be reached; the commit may or may not be there.
+        After an ObjectStorageError the commit may or may not be there.
         """
         self._change(manifest=manifest, manifest_sha256=manifest_sha256)
 
@@ -178,8 +162,6 @@ class Lease:
         with contextlib.suppress(ObjectStorageError, RunLockedError, CheckpointError):
             self._change(holder={})
 
-    # Waiting for the last holder ------------------------------------------------------------------
-
     def _expired(self, head: Head) -> Head | None:
         """Wait until the lease expires; raise RunLockedError if it is renewed meanwhile."""
         lease_s = min(max(float(head.lease_s), 0.0), _LONGEST_LEASE_S)
@@ -197,24 +179,11 @@ class Lease:
             head = now
         return head
 
-    def _taken(self, before: Head | None) -> bool:
-        """Write the own head instead of `before`; False if another process was faster."""
-        wanted = Head(fence=(before.fence if before else 0) + 1, holder=process_identity.current(), purpose=self.purpose,
-                      lease_s=self.duration_s, manifest=before.manifest if before else "",
-                      manifest_sha256=before.manifest_sha256 if before else "", nonce=secrets.token_hex(16))
-        try:
-            self._head = self._written(wanted, before.version if before else None)
-        except WriteConflictError:
-            return False
-        return True
-
-    # Conditional writes ---------------------------------------------------------------------------
-
     def _change(self, **fields: Any) -> None:
         with self._changes:
             self.require_held()
             while True:
-                wanted = Head(**{**vars(self._head), **fields, "renewal": self._head.renewal + 1, "nonce": secrets.token_hex(16)})
+                wanted = replace(self._head, **fields, renewal=self._head.renewal + 1)
                 try:
                     self._head = self._written(wanted, self._head.version)
                     return
@@ -229,10 +198,11 @@ class Lease:
 
     def _written(self, wanted: Head, version: Version | None) -> Head:
         """Write conditionally; an answer that was lost is recognized by the nonce."""
+        wanted = replace(wanted, nonce=secrets.token_hex(16))
+        content = wanted.content()
         try:
-            if version is None:
-                return _at(wanted, self.store.create(HEAD, wanted.content()))
-            return _at(wanted, self.store.replace(HEAD, wanted.content(), version))
+            return replace(wanted, version=self.store.create(HEAD, content) if version is None
+                           else self.store.replace(HEAD, content, version))
         except (WriteConflictError, ObjectStorageError):
             # the write may have been done, and only its answer lost
             now = read_head(self.store)
@@ -252,23 +222,15 @@ class Lease:
 
 
 def request_stop(store: ObjectStore) -> bool:
-    """Ask the holder of the lease to stop; False if no process holds it.
-
-    Raises:
-        ObjectStorageError: the store cannot be used.
-    """
+    """Ask the holder of the lease to stop; False if no process holds it."""
     while True:
         head = read_head(store)
         if head is None or not head.holder or head.version is None:
             return False
-        wanted = Head(**{**vars(head), "stop_fence": head.fence, "nonce": secrets.token_hex(16)})
+        wanted = replace(head, stop_fence=head.fence, nonce=secrets.token_hex(16))
         with contextlib.suppress(WriteConflictError):
             store.replace(HEAD, wanted.content(), head.version)
             return True
-
-
-def _at(head: Head, version: Version) -> Head:
-    return Head(**{**vars(head), "version": version})
 
 
 def _who(head: Head) -> str:

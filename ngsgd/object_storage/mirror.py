@@ -19,22 +19,16 @@ from ngsgd.object_storage.urls import cache_root
 
 _INDEX, _LOCK = ".objects.json", ".lock"
 
-# size in bytes, and ETag
-State = tuple[int, str]
-# descriptors of the locks of folders that this process reads
-_held: dict[Path, int] = {}
+State = tuple[int, str]  # size in bytes, and ETag
+_held: dict[Path, int] = {}  # descriptors of the locks of folders that this process reads
 
 
 def mirrored(store: ObjectStore, report: Callable[[str], object]) -> Path:
-    """Return a folder with a copy of all objects; only those that changed are copied.
+    """Return a folder with a copy of all objects; only those that changed are copied and reported.
 
     The list of keys, the sizes and the ETags are compared with the last copy. Files without an
     object are removed. This process may read the folder until it ends: others copy objects that
     change into another folder.
-
-    Args:
-        store: the objects below a URL.
-        report: receives one line if objects are copied.
 
     Raises:
         DataError: there are no objects, a key is no path, or the folder cannot be written.
@@ -48,7 +42,10 @@ def mirrored(store: ObjectStore, report: Callable[[str], object]) -> Path:
     if not wanted:
         raise DataError(f"there are no objects below {store.url}/; check the URL, which must be that of a folder.")
     for key in wanted:
-        _check(key, store.url)
+        path = PurePosixPath(key)
+        is_file = path.parts and not path.is_absolute() and ".." not in path.parts
+        if not is_file or path.as_posix() != key or "\0" in key or key in (_INDEX, _LOCK):
+            raise DataError(f"{store.url} contains the key {key!r}, which is no name of a file; remove that object.")
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = next(one for one in _candidates(root, wanted) if _is_current(store, one, wanted, report))
@@ -119,13 +116,17 @@ def _opened(folder: Path) -> int:
 
 def _update(store: ObjectStore, folder: Path, wanted: dict[str, State], report: Callable[[str], object]) -> None:
     here = {key: state for key, state in _known(folder).items() if key in wanted}
-    missing = [key for key, state in wanted.items() if here.get(key) != state]
-    if missing:
+    if missing := [key for key, state in wanted.items() if here.get(key) != state]:
         total = sum(wanted[key][0] for key in missing)
         report(f"copying {len(missing)} of {counted(len(wanted), 'file')} ({total / 1e6:.3g} MB) from {store.url} to {folder}")
     try:
         for key in missing:
-            _copy(store, key, folder / key, wanted[key][0])
+            (folder / key).parent.mkdir(parents=True, exist_ok=True)
+            with new_file(folder / key) as temporary:
+                store.download(key, temporary)
+                if (found := temporary.stat().st_size) != wanted[key][0]:
+                    raise DataError(f"{store.url}/{key} has {found} bytes instead of "
+                                    f"{wanted[key][0]}; it was replaced during the copy. Run again.")
             here[key] = wanted[key]
     finally:
         # a later process continues with the others
@@ -136,15 +137,6 @@ def _update(store: ObjectStore, folder: Path, wanted: dict[str, State], report: 
             path.unlink()
 
 
-def _copy(store: ObjectStore, key: str, path: Path, size: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path) as temporary:
-        store.download(key, temporary)
-        found = temporary.stat().st_size
-        if found != size:
-            raise DataError(f"{store.url}/{key} has {found} bytes instead of {size}; it was replaced during the copy. Run again.")
-
-
 def _known(folder: Path) -> dict[str, State]:
     """The objects whose copies are complete; empty if that is not known."""
     try:
@@ -153,14 +145,6 @@ def _known(folder: Path) -> dict[str, State]:
         return {key: state for key, state in found.items() if _size(folder / key) == state[0]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def _check(key: str, url: str) -> None:
-    """Raise DataError if a key does not name a file below the folder."""
-    path = PurePosixPath(key)
-    is_file = path.parts and not path.is_absolute() and ".." not in path.parts and path.as_posix() == key and "\0" not in key
-    if not is_file or key in (_INDEX, _LOCK):
-        raise DataError(f"{url} contains the key {key!r}, which is no name of a file; remove that object.")
 
 
 def _size(path: Path) -> int:

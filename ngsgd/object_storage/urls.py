@@ -21,8 +21,8 @@ def check_url(url: str) -> None:
     """Raise ConfigError unless `url` names a bucket, without credentials."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ConfigError(f"{parts.scheme}:// URLs are not supported; use {known} or a path without file://.")
+        raise ConfigError(f"{parts.scheme}:// URLs are not supported; use "
+                          f"{'://, '.join(SCHEMES)}:// or a path without file://.")
     if not parts.hostname:
         raise ConfigError(f"{url} names no bucket; write {parts.scheme}://BUCKET/FOLDER.")
     if parts.username or parts.password or parts.query or parts.fragment:
@@ -31,9 +31,7 @@ def check_url(url: str) -> None:
 
 def local_root(output_dir: str) -> Path:
     """The folder of this machine for an output directory: itself, or a cache if it is a URL."""
-    if not is_url(output_dir):
-        return Path(output_dir)
-    return cache_root("object-storage", output_dir)
+    return cache_root("object-storage", output_dir) if is_url(output_dir) else Path(output_dir)
 
 
 def cache_root(purpose: str, url: str) -> Path:

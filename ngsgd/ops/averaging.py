@@ -22,10 +22,7 @@ DTYPES_WITH_MEAN = frozenset({
 
 
 class AveragingError(DataError, ValueError):
-    """Models cannot be averaged.
-
-    Different keys, shapes or dtypes, or numbers that are not finite.
-    """
+    """Models cannot be averaged: keys, shapes or dtypes differ, or numbers are not finite."""
 
 
 def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
@@ -66,7 +63,6 @@ def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
 
 
 def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: Sequence[float]) -> Tensor:
-    """Return the mean of one entry of the state dicts, by the index of each model."""
     tensors = [state[name].detach() for state in states.values()]
     mean = f"{name.removesuffix('running_var')}running_mean" if name.rpartition(".")[2] == "running_var" else name
     means = [state[mean].detach() if mean in state else tensors[0] for state in states.values()]
@@ -79,7 +75,12 @@ def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: S
                                  "finite; exclude that model.")
     if mean != name and len(tensors) > 1 and means[0].shape == tensors[0].shape:
         return _pooled(means, tensors, shares)
-    return _mean_tensor(tensors, shares)
+    first = tensors[0]
+    exact = torch.complex128 if first.is_complex() else torch.float64
+    total = first.to(exact) * shares[0]
+    for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+        total.add_(tensor.to(first.device, exact), alpha=share)
+    return total.to(first.dtype)
 
 
 def _comparable(tensor: Tensor) -> Tensor:
@@ -118,16 +119,6 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {list(tensor.shape)}"
 
 
-def weighted_mean(vectors: Sequence[npt.NDArray[np.float32]], weights: Sequence[float]) -> npt.NDArray[np.float32]:
-    """Return the weighted mean of flat float32 parameter vectors, summed in the given order."""
-    shares = shares_of(len(vectors), weights)
-    mean = np.empty_like(vectors[0])
-    for first in range(0, len(mean), CHUNK):
-        part = slice(first, first + CHUNK)
-        mean[part] = mean_of_chunk(vectors, shares, part)
-    return mean
-
-
 def pool_variances(model: npt.NDArray[Any], vectors: Sequence[npt.NDArray[Any]], weights: Sequence[float],
                    parts: Sequence[tuple[slice, slice]]) -> None:
     """Set the variances of `model` to those of the data of all vectors together, in place.
@@ -162,17 +153,7 @@ def mean_of_chunk(vectors: Sequence[npt.NDArray[Any]], shares: Sequence[float], 
     return total
 
 
-def _mean_tensor(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    first = tensors[0]
-    exact = torch.complex128 if first.is_complex() else torch.float64
-    total = first.to(exact) * shares[0]
-    for tensor, share in zip(tensors[1:], shares[1:], strict=True):
-        total.add_(tensor.to(first.device, exact), alpha=share)
-    return total.to(first.dtype)
-
-
 def _pooled(means: Sequence[Tensor], variances: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Pool the variances of one normalization layer."""
     C = variances[0].numel()
     vectors = [torch.cat([mean.reshape(-1), variance.reshape(-1)]).double().cpu().numpy()
                for mean, variance in zip(means, variances, strict=True)]

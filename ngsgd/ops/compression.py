@@ -1,8 +1,7 @@
 """Compression of parameter deltas.
 
-Use codecs for deltas only (parameters minus the model that a job started from), not for parameters.
-The error of a delta is then relative to a small number, and the next delta includes it
-(`ngsgd.training.worker`).
+Use codecs for deltas only, parameters minus the model that a job started from: their errors are
+relative to a small number, and the next delta includes them (`ngsgd.training.worker`).
 
 | codec  | a row of 2160 elements                          | size of float32 | error of x          |
 |--------|-------------------------------------------------|-----------------|---------------------|
@@ -18,10 +17,8 @@ With the plain mean, the errors of groups with large deltas would grow. An eleme
 magnitude is not sent, because its error would be larger than the element. Each group is one of 37
 numbers: nothing, or one of 18 places with one of two signs. Twelve groups are a word of 64 bits.
 
-sparse sends 1/18 of the elements, where top-k with 2 bits for a value (SparseLoCo,
-arXiv 2508.15706) sends 1/64 in the same number of bytes. Deltas with the errors of many earlier
-ones have no few large elements, so the number of elements counts for more than their exactness
-(docs/results.md).
+Top-k with 2 bits for a value (SparseLoCo, arXiv 2508.15706) sends 1/64 of the elements in as many
+bytes. Deltas with earlier errors have no few large elements, so their number counts for more.
 """
 
 from __future__ import annotations
@@ -78,14 +75,7 @@ def num_bytes(size: int, codec: Codec) -> tuple[int, int]:
 
 
 def encode(vector: Vector, codec: Codec) -> Encoded:
-    """Encode a flat float32 vector.
-
-    Args:
-        vector: finite float32 numbers.
-        codec: "int8" or "sparse".
-
-    Raises:
-        ValueError: NaN or Inf, or another type or shape.
+    """Encode a flat, finite float32 vector in a codec; ValueError for another array.
 
     Example:
         >>> encoded = encode(np.array([0.0, 1.0, -2.5], np.float32), "sparse")
@@ -112,11 +102,7 @@ def encode(vector: Vector, codec: Codec) -> Encoded:
 
 
 def decode(encoded: Encoded) -> Vector:
-    """Return the float32 vector.
-
-    Raises:
-        ValueError: the bytes are damaged, as far as that can be seen.
-    """
+    """Return the float32 vector; ValueError for damaged bytes, as far as that can be seen."""
     size, codes, peaks = encoded.size, encoded.codes, encoded.peaks
     num_codes, num_peaks = num_bytes(size, encoded.codec)
     if len(codes) != num_codes or 4 * len(peaks) != num_peaks:

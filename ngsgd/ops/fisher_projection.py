@@ -1,13 +1,9 @@
-"""Project minibatch rows onto the low-rank Fisher factor W.
+"""Project minibatch rows onto the low-rank Fisher factor W: H = X W^T, X - H W and squared norms.
 
-H = X W^T, X - H W and squared norms.
-
-The GEMMs are thin (R is 20 to 80, D is hundreds or thousands). As separate operations they are
-limited by memory: they read X four times and write it once. `kernels/fisher_projection.cpp`
-processes about 40 rows at a time in the cache, in one pass on a CPU. Without a compiler, in float64
-and on other devices, torch operations compute the same with another summation order.
-
-Letters as in `ngsgd.ops.natural_gradient`.
+The GEMMs are thin (R is 20 to 80). As separate operations they read X four times and write it once.
+`kernels/fisher_projection.cpp` makes one pass on a CPU, about 40 rows at a time in the cache.
+Without a compiler, in float64 and on other devices, torch operations compute the same with another
+summation order. Letters as in `ngsgd.ops.natural_gradient`.
 """
 
 from __future__ import annotations
@@ -22,11 +18,15 @@ from torch import Tensor
 
 from ngsgd.ops import gemm
 from ngsgd.ops.kernels import native
+from ngsgd.ops.natural_gradient import FisherState, rescaling
+from ngsgd.ops.polar_update import PolarState
 
 # torch's names of the instruction sets that the C++ supports
 PROCESSORS = ("AVX512", "AVX2")
 SOURCE = Path(__file__).with_name("kernels") / "fisher_projection.cpp"
 _Squares = ctypes.c_double * 2
+# Fraction of tr X X^T that leaves five digits of a float32 difference.
+_MIN_NORM_LEFT = 1e-2
 
 
 class Projection(NamedTuple):
@@ -41,15 +41,44 @@ class Projection(NamedTuple):
     sum_sq_hat: Tensor | float | None = None
 
 
-def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
-            scratch: Tensor | None = None, *, corrects: bool = True) -> Projection:
-    """Project contiguous rows [X | one] onto W of the estimate.
+class Preconditioned(NamedTuple):
+    """Rows times the inverse Fisher matrix; times `scale` they have their Frobenius norm."""
 
-    Xhat, if requested, uses `scratch` if that is faster than new memory.
-    """
-    if not _is_native(X_ND, W_RD, one_N):
+    Xhat_ND: Tensor
+    one_hat_N: Tensor | None     # the appended column
+    scale: Tensor | float        # gamma of (38)
+
+
+class PreconditionContext(NamedTuple):
+    """A minibatch between `begin` and `finish`: rows [X | one] and their projection."""
+
+    X_ND: Tensor
+    # Appended column: 1, or 0 for a masked row; None: no column.
+    one_N: Tensor | None
+    num_rows: Tensor | float     # rows that count
+    # Factor of the rows that must not enter the estimate.
+    loss_scale: Tensor | float
+    estimate: FisherState | PolarState
+    projection: Projection
+
+    def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
+        """Return the rows [Xhat | one_hat], in `scratch` if that is faster, and their scale."""
+        projection = with_residual(self.projection, self.X_ND, self.estimate.right_RD, self.one_N, scratch)
+        assert projection.Xhat_ND is not None and projection.sum_sq_hat is not None
+        return Preconditioned(projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat))
+
+    def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
+        """Return gamma of (38), given tr Xhat Xhat^T."""
+        return rescaling(self.projection.sum_sq, sum_sq_hat)
+
+
+def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
+            scratch: Tensor | None = None, *, right_RD: Tensor | None = None, corrects: bool = True) -> Projection:
+    """Project contiguous rows [X | one] onto W; `corrects`: also compute Xhat = X - H right_RD."""
+    right_RD = W_RD if right_RD is None else right_RD
+    if right_RD is not W_RD or not _is_native(X_ND, W_RD, one_N):
         projection = Projection(sum_of_squares(X_ND, one_N), coefficients(X_ND, W_RD, one_N))
-        return with_residual(projection, X_ND, W_RD, one_N, scratch) if corrects else projection
+        return with_residual(projection, X_ND, right_RD, one_N, scratch) if corrects else projection
     library, (N, D), R = load_library(), X_ND.shape, W_RD.shape[0]
     H_NR = X_ND.new_empty(N, R)
     Xhat_ND = one_hat_N = None
@@ -69,21 +98,33 @@ def with_residual(projection: Projection, X_ND: Tensor, W_RD: Tensor, one_N: Ten
     if projection.Xhat_ND is not None:
         return projection
     Xhat_ND = gemm.sub_matmul(X_ND, projection.H_NR, W_RD[:, :X_ND.shape[1]], scratch)
-    one_hat_N = None if one_N is None else torch.addmv(one_N, projection.H_NR, W_RD[:, -1],
-                                                       alpha=-1)
+    one_hat_N = None if one_N is None else torch.addmv(one_N, projection.H_NR, W_RD[:, -1], alpha=-1)
     return projection._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N, sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
 
 
-def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
-    """Return tr X X^T of contiguous rows.
+def sum_sq_of_residual(projection: Projection, gram_RR: Tensor) -> float | None:
+    """Return tr Xhat Xhat^T on a CPU without Xhat; None for a small difference of large numbers."""
+    # tr X X^T - 2 |H|^2 + tr(H W W^T H^T)
+    h = projection.H_NR.reshape(-1)
+    taken = 2.0 * torch.dot(h, h) - torch.dot(h, torch.mm(projection.H_NR, gram_RR).view(-1))
+    sum_sq = float(projection.sum_sq)
+    found = sum_sq - taken.item()
+    return found if found > _MIN_NORM_LEFT * sum_sq else None
 
-    A number on the host, or 0-d on a device to avoid a sync.
-    """
+
+def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
+    """Return tr X X^T of contiguous rows: a number, or 0-d on a device to avoid a sync."""
     flat = X_ND.view(-1)
     total = torch.dot(flat, flat)
     if one_N is not None:
         total += torch.dot(one_N, one_N)
     return total.item() if X_ND.is_cpu else total
+
+
+def row_norms(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor:
+    """Return the L2 norm of each row [X | one]."""
+    sum_sq_N = X_ND.square().sum(dim=1)
+    return (sum_sq_N if one_N is None else sum_sq_N + one_N.square()).sqrt()
 
 
 def coefficients(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:

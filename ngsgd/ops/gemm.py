@@ -1,11 +1,8 @@
 """GEMMs of large float32 matrices on a CPU, by the faster of the two libraries in torch.
 
-torch's matrix products call MKL, which is limited to AVX2 on AMD processors. oneDNN, which torch
-uses for convolutions and for affine layers of Inductor, uses AVX-512 on all processors. On Zen 5 it
-does twice as many multiplications per second, at the same precision.
-
-The choice depends only on the processor and the sizes, so a repeated run is bitwise identical.
-`torch.backends.mkldnn.flags(enabled=False)` selects MKL for everything.
+torch's products call MKL, which is limited to AVX2 on AMD processors. oneDNN uses AVX-512: on Zen 5
+twice as many multiplications per second, at the same precision. The choice depends only on the
+processor and the sizes. `torch.backends.mkldnn.flags(enabled=False)` selects MKL for everything.
 """
 
 from __future__ import annotations
@@ -26,9 +23,7 @@ thread_buffers = threading.local()
 
 
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a b, as torch.mm.
-
-    Writes to `out` in blocks of rows, without a temporary of its size.
+    """Return a b, as torch.mm; writes to `out` in blocks of rows, without a temporary of its size.
 
     Example:
         >>> mm(torch.ones(2, 3), torch.ones(3, 1))
@@ -64,10 +59,7 @@ def scaled_mv(a_MK: Tensor, b_K: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Return c - a b.
-
-    Uses `scratch` if that is faster than new memory; works in place if `scratch` is c.
-    """
+    """Return c - a b, in `scratch` if that is faster than new memory; in place if that is c."""
     if scratch is not None:
         _require_shape(scratch, a_MK, b_KN)
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
@@ -89,10 +81,7 @@ def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None 
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Flatten all leading dimensions, without a view if there is one.
-
-    On a CPU it costs as much as a small GEMM.
-    """
+    """Flatten all leading dimensions; if there is one, without a view, as slow as a small GEMM."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -129,10 +118,7 @@ def forget_copies() -> None:
 
 
 def _require_shape(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
-    """Raise ValueError if a result has another shape.
-
-    Torch would resize it before it is read, so that the product would include uninitialized memory.
-    """
+    # Torch would resize it before it is read, and the product would include uninitialized memory.
     if out_MN.shape != (a_MK.shape[0], b_KN.shape[1]):
         raise ValueError(f"Invalid result: {tuple(out_MN.shape)} for the product of {tuple(a_MK.shape)} and {tuple(b_KN.shape)}")
 
@@ -145,15 +131,11 @@ def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return the right factor contiguous, by rows or columns.
-
-    With gaps oneDNN may be 600 times slower.
-    """
+    """Return the right factor without gaps, with which oneDNN may be 600 times slower."""
     return x if x.is_contiguous() or x.T.is_contiguous() else _copied(x, "right")
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Return the left factor contiguous."""
     return x if x.is_contiguous() else _copied(x, "left")
 
 
@@ -177,10 +159,7 @@ def _nothing(dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Return the operators (x, W, b, ..) -> x W^T + b, and (x, y, W, b, ..) -> x W^T + b + y.
-
-    They belong to Inductor and may change.
-    """
+    """Return Inductor's (x, W, b, ..) -> x W^T + b, and (x, y, W, b, ..) -> x W^T + b + y."""
     name = torch.ops.mkldnn._linear_pointwise
     return name.default, name.binary
 

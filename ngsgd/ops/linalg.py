@@ -1,8 +1,6 @@
 """Linear algebra of preconditioners: inverses, roots, linear systems, quasi-Newton updates.
 
-Operations that fail in float32 are repeated in float64. If the result is still not finite, they
-raise DivergenceError.
-
+Operations that fail in float32 are repeated in float64, and else raise DivergenceError.
 Letters: D dimension, N rows (samples), X any number of columns.
 """
 
@@ -25,13 +23,7 @@ _MIN_TRACE = 1e-20
 def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False) -> Tensor:
     """Return (factor + damping I)^-1 of a symmetric positive semidefinite matrix, by Cholesky.
 
-    Args:
-        factor_DD: the matrix.
-        damping: added to the diagonal.
-        overwrite: reuse the memory of the factor.
-
-    Raises:
-        DivergenceError: the sum is not positive definite.
+    DivergenceError if the sum is not positive definite; `overwrite` reuses the factor's memory.
 
     Example:
         >>> damped_inverse(torch.tensor([[3.0]]), 1.0)
@@ -51,17 +43,14 @@ def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False
 
 
 def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:
-    """Return the lower root of factor + damping I.
-
-    In float64 if it is not positive definite in float32.
-    """
+    """Return the lower root of factor + damping I; in float64 if float32 is not sufficient."""
     for dtype in (factor_DD.dtype, torch.float64):
         damped_DD = factor_DD.to(dtype, copy=True)
         damped_DD.diagonal(dim1=-2, dim2=-1).add_(damping)
+        root_DD: Tensor
         root_DD, failure = torch.linalg.cholesky_ex(damped_DD)
         if not bool(failure.any()):
-            found: Tensor = root_DD
-            return found
+            return root_DD
     raise DivergenceError(f"a curvature factor of dimension {factor_DD.shape[-1]} with damping "
                           f"{damping:g} is not positive definite; the loss may be NaN or Inf: "
                           "lower the learning rate or raise the damping.")
@@ -79,10 +68,7 @@ def split_damping(of_A: float, of_B: float, total: float) -> tuple[float, float]
 
 
 def eigh(factor_DD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (ascending eigenvalues, eigenvectors as columns).
-
-    In float64 if float32 does not converge.
-    """
+    """Return (ascending eigenvalues, eigenvectors as columns); in float64 if float32 fails."""
     for dtype in (factor_DD.dtype, torch.float64):
         try:
             values_D, vectors_DD = torch.linalg.eigh(factor_DD.to(dtype))
@@ -95,10 +81,7 @@ def eigh(factor_DD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_root(factor_DD: Tensor, root: int, ridge: float) -> Tensor:
-    """Return (factor + ridge lmax I)^(-1/root) by eigenvalues.
-
-    Negative ones from rounding count as 0.
-    """
+    """Return (factor + ridge lmax I)^(-1/root) by eigenvalues; negative ones count as 0."""
     values_D, U_DD = eigh(factor_DD)
     values_D = values_D.clamp(min=0.0)
     damped_D = values_D + ridge * values_D[-1].clamp(min=torch.finfo(values_D.dtype).tiny)
@@ -106,20 +89,11 @@ def inverse_root(factor_DD: Tensor, root: int, ridge: float) -> Tensor:
 
 
 def inverse_root_newton(factor_DD: Tensor, root: int, ridge: float, *, tolerance: float = 1e-6, max_steps: int = 100) -> Tensor:
-    """Return the same by the coupled Newton iteration.
-
-    GEMMs only, again in float64 if necessary.
-
-    Source: Guo and Higham 2006.
-
-    Raises:
-        DivergenceError: float64 does not converge either.
-    """
+    """Return the same by the coupled Newton iteration (Guo and Higham 2006), by GEMMs only."""
     for dtype in (factor_DD.dtype, torch.float64):
         A_DD = factor_DD.to(dtype, copy=True)
         A_DD.diagonal().add_(ridge * largest_eigenvalue(A_DD))
-        found = _newton(A_DD, root, tolerance, max_steps)
-        if found is not None:
+        if (found := _newton(A_DD, root, tolerance, max_steps)) is not None:
             return found.to(factor_DD.dtype)
     raise DivergenceError(f"Newton's iteration for the inverse root {root} of a factor of dimension {len(factor_DD)} does not "
                           "converge; choose root_method=\"eigen\" or a larger ridge.")
@@ -143,11 +117,8 @@ def _newton(A_DD: Tensor, root: int, tolerance: float, max_steps: int) -> Tensor
 
 
 def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int = 200) -> Tensor:
-    """Return the largest eigenvalue of a symmetric positive semidefinite matrix, by power
-    iteration.
-
-    No symmetry of A can make the start vector orthogonal to the eigenvector.
-    """
+    """Return the largest eigenvalue of a positive semidefinite matrix, by power iteration."""
+    # No symmetry of A can make this start vector orthogonal to the eigenvector.
     v_D = torch.linspace(1.0, 2.0, len(A_DD), dtype=A_DD.dtype, device=A_DD.device).sin_()
     v_D /= v_D.norm()
     value = v_D.new_zeros(())
@@ -161,20 +132,14 @@ def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int 
 
 
 def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -> Tensor:
-    """Return x (U^T U + damping I)^-1 from the Cholesky root of U U^T + damping I.
-
-    Cheap for N < D.
-    """
+    """Return x (U^T U + damping I)^-1 by the Cholesky root of U U^T + damping I; fast for N < D."""
     inner_NX = torch.cholesky_solve(gemm.mm(U_ND, x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
     return gemm.sub_matmul(x_XD, inner_NX.T, U_ND) / damping
 
 
 def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:
-    """Compute Q <- Q - t Q of upper triangular matrices in place, with a third of the GEMM
-    operations.
-
-    Uses torch's GEMM, which accepts a part of a matrix in place; oneDNN would copy it.
-    """
+    """Compute Q <- Q - t Q of upper triangular matrices in place, in a third of the operations."""
+    # By torch's GEMM, which accepts a part of a matrix in place; oneDNN would copy it.
     # From the top: a block needs its rows of Q and those below, which are still unchanged.
     for first in range(0, len(Q_DD), _BLOCK):
         rows = slice(first, first + _BLOCK)
@@ -182,36 +147,26 @@ def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:
 
 
 def upper_gram(Q_DD: Tensor, out_DD: Tensor) -> Tensor:
-    """Compute Q^T Q of an upper triangular matrix in `out_DD`, with a sixth of the GEMM operations.
-
-    The result is exactly symmetric on every processor.
-    """
+    """Compute Q^T Q of an upper triangular Q, exactly symmetric, with a sixth of the operations."""
     for first in range(0, len(Q_DD), _BLOCK):
         rows, end = slice(first, first + _BLOCK), min(first + _BLOCK, len(Q_DD))
         out_DD[rows, first:] = Q_DD[:end, rows].T @ Q_DD[:end, first:]
-        _mirror_upper(out_DD[rows, rows])
+        # A GEMM may sum entry (i, j) in another order than (j, i); MKL does on AMD processors.
+        block_BB = out_DD[rows, rows]
+        is_lower_BB = torch.ones_like(block_BB, dtype=torch.bool).tril_(-1)
+        block_BB.copy_(torch.where(is_lower_BB, block_BB.T, block_BB))
         out_DD[end:, rows] = out_DD[rows, end:].T
     return out_DD
 
 
-def _mirror_upper(block_BB: Tensor) -> None:
-    """Copy the upper triangle of a matrix to its lower one."""
-    # A GEMM may sum entry (i, j) in another order than (j, i); MKL does on AMD processors.
-    is_lower_BB = torch.ones_like(block_BB, dtype=torch.bool).tril_(-1)
-    block_BB.copy_(torch.where(is_lower_BB, block_BB.T, block_BB))
-
-
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *, start_D: Tensor | None = None, max_steps: int = 50,
                         tolerance: float = 1e-6) -> tuple[Tensor, int]:
-    """Solve A x = right for a symmetric matrix given as v -> A v.
+    """Solve A x = right for a symmetric matrix given as v -> A v; return (x, number of products).
 
     Ends when the residual is at most `tolerance` times the right side, or at a direction without
-    positive curvature. x is then the last iterate, and the right side itself if there is none.
+    positive curvature: x is then the last iterate, or the right side itself if there is none.
 
     Source: Hestenes and Stiefel 1952; Steihaug 1983, without a trust region.
-
-    Returns:
-        (x, number of products).
     """
     x_D = torch.zeros_like(right_D) if start_D is None else start_D.clone()
     r_D = right_D.clone() if start_D is None else right_D - product(x_D)

@@ -1,9 +1,7 @@
 """Update-norm limits per minibatch.
 
-C.3 of arXiv 1410.7455, and the exact norms of Kaldi's nnet3.
-
-Letters: C components (a layer's weight and bias together are one), factors multiply a component's
-proposed change.
+C.3 of arXiv 1410.7455, and the exact norms of Kaldi's nnet3. Letters: C components (a layer's
+weight and bias together are one), factors multiply a component's proposed change.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ from ngsgd.ops.tensors import require_real
 
 
 class Limits(NamedTuple):
-    """Factors for a proposed change; all are tensors, so nothing waits for a device.
-
-    A ratio below 1 means that the limit was active.
-    """
+    """Factors for a proposed change, all tensors; a ratio below 1: the limit was active."""
 
     # multiplies the proposed change of component c; includes `scale` and the limit of the model
     factors_C: Tensor
@@ -38,12 +33,9 @@ class Limits(NamedTuple):
         return self.total == self.total
 
 
-
 def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: float, *,
                       scale: float = 1.0, max_change_scale: float = 1.0) -> Limits:
-    """Compute factors for a change whose component norms are `norms_C`.
-
-    NaN yields no update, unlike in Kaldi.
+    """Compute factors for a change of these norms; NaN yields no update, unlike in Kaldi.
 
     Args:
         norms_C: L2 norms of the component changes.

@@ -7,11 +7,9 @@ Letters: N rows (frames) of a minibatch, D their dimension, R the rank of the Fi
     F_t = R_t^T D_t R_t + rho_t I            (18)
 
 It is stored as W = E^(1/2) R_t (R x D), d = diag(D_t) (R) and rho. GEMMs of the size of the
-minibatch run on its device and in its dtype. R x R algebra runs on the host in float64, where it is
-cheap; a GPU is synchronized at most once.
-
-Rows of an affine layer end in a 1 for the bias. That column `one_N` is a separate argument, to
-avoid a copy of the rows; W has its entries in the last column.
+minibatch run on its device, R x R algebra in float64 on the host; a GPU is synchronized at most
+once. The column `one_N` of ones for the bias is a separate argument, to avoid a copy of the rows; W
+has its entries in the last column.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
-from ngsgd.ops.tensors import to_device
 
 Array = npt.NDArray[np.float64]
 
@@ -49,6 +46,16 @@ class FisherState(NamedTuple):
     # on the host, as is rho
     d_R: Array
     rho: float
+
+    @property
+    def left_RD(self) -> Tensor:  # noqa: N802
+        """Rows are preconditioned as X - (X left^T) right."""
+        return self.W_RD
+
+    @property
+    def right_RD(self) -> Tensor:  # noqa: N802
+        """See `left_RD`."""
+        return self.W_RD
 
 
 class Smoothing(NamedTuple):
@@ -96,13 +103,9 @@ class FisherUpdate(NamedTuple):
 
 
 def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> FisherState:
-    """Create Kaldi's initial estimate.
-
-    `rank` < `dim`, rows spread over all columns, no random numbers.
-    """
+    """Create Kaldi's initial estimate of `rank` < `dim`: rows spread over all columns."""
     R_RD = torch.zeros(rank, dim, dtype=torch.float64)
-    row = torch.arange(rank)
-    column = torch.arange(dim)
+    row, column = torch.arange(rank), torch.arange(dim)
     R_RD[column % rank, column] = 1.0
     R_RD[row, row] = 1.1
     R_RD /= R_RD.norm(dim=1, keepdim=True)
@@ -112,8 +115,7 @@ def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> Fi
 
 
 def with_relative_start(state: FisherState, moments: Moments, dim: int, smoothing: Smoothing) -> tuple[FisherState, Smoothing]:
-    """Lower the initial value of an estimate with a relative floor, if it exceeds the first nonzero
-    rows.
+    """Lower the initial value of an estimate with a relative floor, if first rows are smaller.
 
     The new initial value is delta times the mean eigenvalue of these rows. The absolute one would
     dominate small rows, such as derivatives of a mean over thousands of samples. Until then the
@@ -121,13 +123,18 @@ def with_relative_start(state: FisherState, moments: Moments, dim: int, smoothin
     in the first minibatch only.
     """
     epsilon = smoothing.epsilon
-    if state.rho != epsilon or (state.d_R != epsilon).any():
+    if not is_initial(state, smoothing):
         return state, smoothing
     if moments.sum_sq == 0.0:
         return state, smoothing._replace(is_relative=False)
     mean_eigenvalue = moments.sum_sq / (moments.num_rows * dim * moments.scale**2)
     rho = max(min(epsilon, smoothing.delta * mean_eigenvalue), SMALLEST_EIGENVALUE)
     return state._replace(d_R=np.full_like(state.d_R, rho), rho=rho), smoothing
+
+
+def is_initial(state: FisherState, smoothing: Smoothing) -> bool:
+    """Return whether no nonzero rows have changed the eigenvalues yet."""
+    return state.rho == smoothing.epsilon and bool((state.d_R == smoothing.epsilon).all())
 
 
 def forgetting_rate(num_rows: float, num_samples_history: float, num_minibatches_history: float) -> float:
@@ -165,20 +172,15 @@ def moment_products(J_RD: Tensor, H_NR: Tensor) -> Tensor:
 
 
 def wide_moments(J_RD: Tensor, moments: Moments) -> Moments:
-    """Return the moments with K in float64.
-
-    Its fourth powers exceed the float32 range at |x| of 5e8.
-    """
+    """Return the moments with K in float64: its fourth powers exceed float32 at |x| of 5e8."""
     J64_RD = J_RD.double()
     return moments._replace(K_RR=(J64_RD @ J64_RD.T).cpu().numpy())
 
 
 def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | None]:
-    """Compute F_{t+1} from F_t for B estimates of one rank.
+    """Compute F_{t+1} from F_t for B estimates of one rank, bitwise as by B single updates.
 
-    The result is None if a product is not finite, so that an estimate stays valid. Results are
-    bitwise identical to those of B single updates; for narrow layers, batching reduces call
-    overhead.
+    The result is None if a product is not finite. For narrow layers, batching is faster.
     """
     states, moments, dims, etas, smoothings = zip(*problems, strict=True)
     d_BR = np.stack([state.d_R for state in states])
@@ -187,27 +189,15 @@ def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | No
     alpha_B, delta_B, epsilon_B = (np.array(numbers) for numbers in (
         [one.alpha for one in smoothings], [one.delta for one in smoothings],
         [SMALLEST_EIGENVALUE if one.is_relative else one.epsilon for one in smoothings]))
-    share_B = np.array(
-        [eta / one.num_rows / one.scale**2 for eta, one in zip(etas, moments, strict=True)]
-    )
+    share_B = np.array([eta / one.num_rows / one.scale**2 for eta, one in zip(etas, moments, strict=True)])
     e_BR = _e(d_BR, rho_B, dim_B, alpha_B)
-    Z_BRR = _z(
-        np.stack([one.K_RR for one in moments]),
-        np.stack([one.L_RR for one in moments]),
-        e_BR,
-        d_BR + rho_B[:, None],
-        share_B,
-        eta_B,
-    )
+    Z_BRR = _z(np.stack([one.K_RR for one in moments]), np.stack([one.L_RR for one in moments]),
+               e_BR, d_BR + rho_B[:, None], share_B, eta_B)
     is_finite_B = np.isfinite(sum_sq_B) & np.isfinite(Z_BRR).all(axis=(1, 2))
     Z_BRR[~is_finite_B] = 0.0
     c_BR, U_BRR = _descending_eigh(Z_BRR)  # (58)
-    c_floor_B = np.array(
-        [(state.rho * (1.0 - eta)) ** 2 for state, eta in zip(states, etas, strict=True)]
-    )
-    must_reorthogonalize_B = (c_BR[:, 0] > _REORTHOGONALIZE_RATIO * c_BR[:, -1]) | (
-        c_BR[:, -1] < c_floor_B
-    )
+    c_floor_B = np.array([(state.rho * (1.0 - eta)) ** 2 for state, eta in zip(states, etas, strict=True)])
+    must_reorthogonalize_B = (c_BR[:, 0] > _REORTHOGONALIZE_RATIO * c_BR[:, -1]) | (c_BR[:, -1] < c_floor_B)
     c_BR = np.maximum(c_BR, c_floor_B[:, None])
     sqrt_c_BR = np.sqrt(c_BR)
     trace_T_B = share_B * sum_sq_B + (1.0 - eta_B) * (dim_B * rho_B + d_BR.sum(axis=1))
@@ -225,18 +215,12 @@ def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | No
         / np.sqrt(e_BR)[:, None]
     )  # (69)
     b_BR = ((1.0 - eta_B) / share_B)[:, None] * (d_BR + rho_B[:, None])  # (70)
-    return [
-        FisherUpdate(
-            A_BRR[i], b_BR[i], d_next_BR[i], float(rho_next_B[i]), bool(must_reorthogonalize_B[i])
-        )
-        if is_finite_B[i]
-        else None
-        for i in range(len(states))
-    ]
+    return [FisherUpdate(A_BRR[i], b_BR[i], d_next_BR[i], float(rho_next_B[i]),
+                         bool(must_reorthogonalize_B[i])) if is_finite_B[i] else None
+            for i in range(len(states))]
 
 
-def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
-                 smoothing: Smoothing) -> FisherState:
+def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate, smoothing: Smoothing) -> FisherState:
     """Return F_{t+1}; overwrites J and the W of `state` to save memory."""
     W_RD = state.W_RD
     b_R1 = torch.from_numpy(step.b_R).to(W_RD)[:, None]
@@ -248,36 +232,6 @@ def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
     return FisherState(W_RD, step.d_R, step.rho)
 
 
-def apply_updates_together(
-    states: Sequence[FisherState], all_J_RD: Sequence[Tensor], steps: Sequence[FisherUpdate],
-    smoothings: Sequence[Smoothing]) -> list[FisherState]:
-    """Apply updates to L estimates of one rank and dimension in few device operations.
-
-    Overwrites each W, whose memory a captured CUDA graph may read. There is no host
-    synchronization.
-    """
-    W_LRD = torch.stack([state.W_RD for state in states])
-    J_LRD = torch.stack(list(all_J_RD))
-    rank = W_LRD.shape[1]
-    e_LR = np.stack([spectrum(FisherState(state.W_RD, step.d_R, step.rho), smoothing)
-                     for state, step, smoothing in zip(states, steps, smoothings, strict=True)])
-    numbers_LRC = np.concatenate([np.stack([step.A_RR for step in steps]),
-                                  np.stack([step.b_R for step in steps])[:, :, None],
-                                  e_LR[:, :, None]], axis=2)
-    sent_LRC = to_device(torch.from_numpy(numbers_LRC).to(W_LRD.dtype), W_LRD.device)
-    A_LRR, b_LR1, e_LR1 = sent_LRC.split([rank, 1, 1], dim=2)
-    W_LRD = torch.bmm(A_LRR, J_LRD.addcmul_(b_LR1, W_LRD))                    # (64)
-    flagged = [i for i, step in enumerate(steps) if step.must_reorthogonalize]
-    if flagged:
-        fixed_FRD = reorthogonalized_without_wait(torch.stack([W_LRD[i] for i in flagged]),
-                                                  torch.stack([e_LR1[i, :, 0] for i in flagged]))
-        for i, fixed_RD in zip(flagged, fixed_FRD, strict=True):
-            W_LRD[i] = fixed_RD
-    torch._foreach_copy_([state.W_RD for state in states], list(W_LRD.unbind()))
-    return [FisherState(state.W_RD, step.d_R, step.rho)
-            for state, step in zip(states, steps, strict=True)]
-
-
 def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherState:
     """Return the same estimate for another alpha."""
     W_RD = state.W_RD
@@ -287,10 +241,8 @@ def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherStat
 
 def spectrum(state: FisherState, smoothing: Smoothing) -> Array:
     """Return e_i (43), descending: 0 keeps a direction unchanged, 1 removes it."""
-    rho_1, dim_1, alpha_1 = (
-        np.array([number], dtype=np.float64)
-        for number in (state.rho, state.W_RD.shape[1], smoothing.alpha)
-    )
+    rho_1, dim_1, alpha_1 = (np.array([number], dtype=np.float64)
+                             for number in (state.rho, state.W_RD.shape[1], smoothing.alpha))
     e_R: Array = _e(state.d_R[None], rho_1, dim_1, alpha_1)[0]
     return e_R
 
@@ -300,9 +252,7 @@ def _e(d_BR: Array, rho_B: Array, dim_B: Array, alpha_B: Array) -> Array:
     return np.asarray(d_BR / (beta_B[:, None] + d_BR))                        # (43)
 
 
-def _z(
-    K_BRR: Array, L_BRR: Array, e_BR: Array, d_rho_BR: Array, share_B: Array, eta_B: Array
-) -> Array:
+def _z(K_BRR: Array, L_BRR: Array, e_BR: Array, d_rho_BR: Array, share_B: Array, eta_B: Array) -> Array:
     """Compute Z_t = Y_t Y_t^T by (56, 57), from R x R products only."""
     sqrt_e_BR = np.sqrt(e_BR)
     whiten_BR = share_B[:, None] / sqrt_e_BR
@@ -327,33 +277,8 @@ def _descending_eigh(Z_BRR: Array) -> tuple[Array, Array]:
     return c_BR[:, ::-1] * size_B[:, None], U_BRR[:, :, ::-1]
 
 
-def reorthogonalized_without_wait(W_FRD: Tensor, e_FR: Tensor) -> Tensor:
-    """Reorthogonalize F estimates on a device without a host synchronization.
-
-    If O is nearly singular, the Cholesky factor of O + s I makes the rows less dependent; the next
-    update is then flagged again.
-    """
-    W64_FRD, e_FR = W_FRD.double(), e_FR.double()
-    root_FR1, inverse_root_FR1 = e_FR.sqrt()[:, :, None], e_FR.rsqrt()[:, :, None]
-    O_FRR = inverse_root_FR1 * (W64_FRD @ W64_FRD.mT) * inverse_root_FR1.mT
-    eye_RR = torch.eye(O_FRR.shape[1], dtype=O_FRR.dtype, device=O_FRR.device)
-    error_F11 = (O_FRR - eye_RR).abs().amax(dim=(1, 2), keepdim=True)
-    C_FRR, info_F = torch.linalg.cholesky_ex(O_FRR)
-    shifted_FRR, _ = torch.linalg.cholesky_ex(O_FRR + eye_RR * _CHOLESKY_LIMIT**-2)
-    inverse_FRR, of_shifted_FRR = (torch.linalg.solve_triangular(factor, eye_RR, upper=False)
-                                   for factor in (C_FRR, shifted_FRR))
-    largest_F11 = inverse_FRR.abs().amax(dim=(1, 2), keepdim=True)
-    is_usable_F11 = (info_F == 0)[:, None, None] & (largest_F11 < _CHOLESKY_LIMIT)
-    inverse_FRR = torch.where(is_usable_F11, inverse_FRR, of_shifted_FRR)
-    fixed_FRD = (root_FR1 * inverse_FRR * inverse_root_FR1.mT) @ W64_FRD
-    return torch.where(error_F11 > _ORTHOGONALITY_ERROR, fixed_FRD, W64_FRD).to(W_FRD.dtype)
-
-
 def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:
-    """Orthonormalize the rows of R = E^(-1/2) W again (71, 72), which rounding has perturbed.
-
-    Return W.
-    """
+    """Return W with rows of R = E^(-1/2) W made orthonormal again (71, 72), after rounding."""
     W64_RD: Tensor = W_RD.double()
     O_RR = e_R.rsqrt()[:, None] * (W64_RD @ W64_RD.T) * e_R.rsqrt()
     error = (O_RR - torch.eye(len(e_R), dtype=O_RR.dtype, device=O_RR.device)).abs().max()

@@ -1,10 +1,8 @@
 """P-norms and row norms, forward and backward, in one pass over memory each on a CPU.
 
-As torch operations each takes three to ten passes, which adds up to a tenth of a training step in
-Kaldi's p-norm recipe. `nonlinearities.cpp` is for float32. In other dtypes, on other devices, in
-recorded or compiled graphs, and without a compiler, torch operations compute the same.
-
-Letters: N rows of D numbers; any leading dimensions make rows.
+Torch operations take three to ten passes: a tenth of a training step in Kaldi's p-norm recipe. They
+compute the same in other dtypes than float32, on other devices, in recorded or compiled graphs, and
+without a compiler. Letters: N rows of D numbers; any leading dimensions make rows.
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ def p_norm(x: Tensor, group: int) -> Tensor:
 
 
 def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
-    """Return the gradient with respect to x, given y = p_norm(x).
-
-    0 for a zero output, as in Kaldi.
-    """
+    """Return the gradient with respect to x, given y = p_norm(x); 0 for y = 0, as in Kaldi."""
     if y.shape != dY.shape or y.numel() * group != x.numel():
         raise ArgumentError(f"Invalid shapes: x {tuple(x.shape)}, y {tuple(y.shape)}, dY {tuple(dY.shape)} for groups of {group}")
     if not _is_native(x, y, dY):
@@ -57,8 +52,7 @@ def renormalize(x: Tensor, target_rms: float) -> Tensor:
     if not _is_native(x):
         return (x * inverse_rms(x, target_rms)[0]).to(x.dtype)
     y = torch.empty_like(x)
-    load_library().renormalize(x.data_ptr(), *_shape(x), _size(x, target_rms), MIN_MEAN_SQUARE,
-                               y.data_ptr(), torch.get_num_threads())
+    load_library().renormalize(x.data_ptr(), *_sizes(x, target_rms), MIN_MEAN_SQUARE, y.data_ptr(), torch.get_num_threads())
     return y
 
 
@@ -71,19 +65,15 @@ def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
         along = c * torch.linalg.vecdot(x, dY).unsqueeze(-1)
         return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype)
     dX = torch.empty_like(x)
-    load_library().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_shape(x), _size(x, target_rms),
+    load_library().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_sizes(x, target_rms),
                                         MIN_MEAN_SQUARE, dX.data_ptr(), torch.get_num_threads())
     return dX
 
 
 def inverse_rms(x: Tensor, target_rms: float) -> tuple[Tensor, Tensor]:
-    """Return (r, c) for each row.
-
-    Target_rms over its floored root mean square, and c with -c x = dr/dx.
-
-    c is 0 if the floor is active. Half precision would overflow in the sum of squares.
-    """
-    size = _size(x, target_rms)
+    """Return (r, c) for each row: r = target / rms, floored; -c x = dr/dx, 0 at the floor."""
+    size = x.shape[-1] * target_rms**2
+    # Half precision would overflow in the sum of squares.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     r = (norm.square() / size).clamp(min=MIN_MEAN_SQUARE).rsqrt()
     return r, torch.where(r < MIN_MEAN_SQUARE**-0.5, r**3 / size, 0.0)
@@ -94,23 +84,15 @@ def is_native() -> bool:
     return load_library() is not None
 
 
-def _size(x: Tensor, target_rms: float) -> float:
-    """Return the sum of squares of a row at its target."""
-    return x.shape[-1] * target_rms**2
-
-
-def _shape(x: Tensor) -> tuple[int, int]:
-    """Return (N, D), with all leading dimensions flattened."""
-    return x.numel() // x.shape[-1], x.shape[-1]
+def _sizes(x: Tensor, target_rms: float) -> tuple[int, int, float]:
+    """Return (N, D, sum of squares of a row at its target)."""
+    return x.numel() // x.shape[-1], x.shape[-1], x.shape[-1] * target_rms**2
 
 
 def _is_native(*tensors: Tensor) -> bool:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    for x in tensors:
-        if type(x) is not Tensor or x.dtype != torch.float32 or not x.is_cpu or not x.is_contiguous() or not x.numel():
-            return False
-    return native.is_allowed() and load_library() is not None
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling() and all(
+        type(x) is Tensor and x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and bool(x.numel())
+        for x in tensors) and native.is_allowed() and load_library() is not None
 
 
 @functools.cache

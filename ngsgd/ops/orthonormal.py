@@ -1,10 +1,10 @@
-"""Semi-orthogonal constraint of Kaldi's factored layers.
+"""Semi-orthogonal constraint of Kaldi's factored layers, and Muon's orthogonalization.
 
 Sources: Povey et al. 2018, "Semi-orthogonal low-rank matrix factorization for deep neural
-networks", section 2; nnet3/nnet-utils.cc, ConstrainOrthonormal.
+networks", section 2; nnet3/nnet-utils.cc, ConstrainOrthonormal. Jordan et al. 2024 (Muon).
 
-Letters: M the matrix, rows x columns with rows <= columns; P = M M^T; s the target of its singular
-values.
+Letters: O outputs, I inputs; M the matrix, rows x columns with rows <= columns; P = M M^T; s the
+target of its singular values.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _UPDATE_SPEED = 0.125
 # A free scale needs similar singular values; otherwise take smaller steps.
 # The ratio tr(P P^T) rows / tr(P)^2 is 1 for equal singular values.
 _WIDE, _VERY_WIDE = 1.02, 1.1
+# Coefficients of Muon's fifth-order polynomial. It maps singular values to between 0.7 and 1.2.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def constrain_orthonormal(weight: Tensor, scale: float) -> None:
@@ -48,3 +50,16 @@ def constrain_orthonormal(weight: Tensor, scale: float) -> None:
     change = (P @ wide) * (-4.0 * speed / scale_sq)
     # A tensor condition avoids a device synchronization.
     M.add_(torch.where(torch.isfinite(change).all(), change, 0.0).to(M.dtype))
+
+
+def orthogonalized(u_OI: Tensor, num_steps: int = 5) -> Tensor:
+    """Move the singular values to about 1 by Newton-Schulz iterations, in bfloat16 on a GPU."""
+    require_real(u_OI, "u_OI", "orthogonalized", ndim=2)
+    x = u_OI.bfloat16() if u_OI.is_cuda else u_OI.float()
+    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
+    if is_tall := len(x) > x.shape[1]:
+        x = x.T
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return (x.T if is_tall else x).to(u_OI.dtype)

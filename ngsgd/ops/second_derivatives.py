@@ -1,7 +1,4 @@
-"""Support for passes that are differentiated twice.
-
-Selects attention kernels with a second derivative, and names operations that have none in errors.
-"""
+"""Passes that are differentiated twice: kernels with a second derivative, errors for others."""
 
 from __future__ import annotations
 
@@ -18,24 +15,19 @@ REENTRANT = ("needs gradients of gradients, which reentrant activation checkpoin
 
 
 def twice_differentiable() -> contextlib.AbstractContextManager[None]:
-    """Context for forward passes in which `scaled_dot_product_attention` runs its MATH kernel.
-
-    It is the only kernel with a second derivative.
-    """
+    """Context in which attention runs its MATH kernel, the only one with a second derivative."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 @contextlib.contextmanager
 def naming_missing(who: str) -> Iterator[None]:
-    """Context that raises ConfigError, with its name, for an operation without a second derivative.
-    """
+    """Context that raises ConfigError and names an operation without a second derivative."""
     try:
         yield
     except RuntimeError as error:
         if "use_reentrant=True" in str(error):
             raise ConfigError(f"{who} {REENTRANT}") from error
-        missing = re.search(r"derivative for (\S+) is not implemented", str(error))
-        if missing is None:
+        if (missing := re.search(r"derivative for (\S+) is not implemented", str(error))) is None:
             raise
         raise ConfigError(f"{who} needs second derivatives, and torch has none for {missing[1]}; "
                           "replace that operation, let torch choose the kernel of an attention "

@@ -1,6 +1,4 @@
-"""The "simple" natural gradient.
-
-Multiply each row by the inverse Fisher matrix of the other rows.
+"""The "simple" natural gradient: multiply each row by the inverse Fisher matrix of the others.
 
 Appendix A of arXiv 1410.7455 (nnet2/nnet-precondition.cc); equation numbers are those of the paper.
 Letters: N rows, D dimension.
@@ -89,8 +87,7 @@ def row_space(X_ND: Tensor, lam: Tensor) -> Tensor:
 
 
 def _held_out(X_ND: Tensor, Q_ND: Tensor) -> Tensor:
-    """Return Xhat: remove the contribution of each row from its G, by the Sherman-Morrison formula.
-    """
+    """Return Xhat: remove each row's contribution from its G, by the Sherman-Morrison formula."""
     a_N = (X_ND * Q_ND).sum(dim=1)                         # (15)
     b_N = 1.0 + a_N / (len(X_ND) - 1 - a_N)                # (16)
     if bool((a_N < 0.0).any() | ~(b_N > 0.0).all()):

@@ -1,7 +1,4 @@
-"""Checks and layouts of the tensors that users give.
-
-The checks read no values and wait for no device.
-"""
+"""Checks and layouts of the tensors that users give; they read no values and wait for no device."""
 
 from __future__ import annotations
 
@@ -24,13 +21,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def refuse_sharded(model: nn.Module, owner: str, advice: str = "use DistributedDataParallel") -> None:
-    """Raise ConfigError if parameters or buffers are sharded over ranks: FSDP, FSDP2, DTensor.
-
-    Args:
-        model: the module.
-        owner: class that needs complete tensors, for messages.
-        advice: what to do instead.
-    """
+    """Raise ConfigError for parameters or buffers that are sharded over ranks: FSDP, DTensor."""
     sharded = sys.modules.get("torch.distributed.tensor")
     for name, module in model.named_modules():
         kind = "FSDP" if type(module).__name__ == "FullyShardedDataParallel" else ""
@@ -43,14 +34,9 @@ def refuse_sharded(model: nn.Module, owner: str, advice: str = "use DistributedD
 
 
 def require_real(value: Any, name: str, owner: str, ndim: int | None = None, dtypes: tuple[torch.dtype, ...] = FULL + HALF) -> None:
-    """Raise ArgumentError if a value is not a dense tensor of real floating-point numbers.
+    """Raise ArgumentError unless an argument is a dense tensor of real floating-point numbers.
 
-    Args:
-        value: the argument.
-        name: name of the argument.
-        owner: function or class, for messages.
-        ndim: number of dimensions; None: any.
-        dtypes: allowed dtypes.
+    `ndim` None stands for any; messages contain `name` of the argument and `owner`, its function.
     """
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{owner}: {name} is of type {type(value).__name__}; give a tensor, as by torch.as_tensor().")
@@ -64,12 +50,25 @@ def require_real(value: Any, name: str, owner: str, ndim: int | None = None, dty
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy numbers of the host to `device`, through pinned memory, so that the host does not wait.
+    """Copy numbers of the host to `device`, through pinned memory: the host does not wait."""
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
-    Example:
-        >>> to_device(torch.ones(2), torch.device("cpu"))
-        tensor([1., 1.])
-    """
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
+
+class DeviceNumbers:
+    """Constant vectors on devices; they are copied there only when they change."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Tensor] = {}
+
+    def __call__(self, like: Tensor, *values: float, dtype: torch.dtype | None = None) -> Tensor:
+        key = (values, dtype or like.dtype, like.device)
+        if (found := self._known.get(key)) is None:
+            # Remove learning rates of past scheduler steps.
+            if len(self._known) > 1000:
+                self._known.clear()
+            found = self._known[key] = to_device(torch.tensor(values, dtype=dtype or like.dtype), like.device)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of an optimizer make their own.
+        return {"_known": {}}

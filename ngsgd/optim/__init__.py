@@ -1,9 +1,8 @@
 """Optimizers for any training loop in one process."""
 
-from ngsgd.optim.activity import StepActivity
 from ngsgd.optim.natural_muon import NaturalMuon
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.optim.optimizer import Optimizer
+from ngsgd.optim.optimizer import Optimizer, StepActivity
 from ngsgd.optim.sgd import SGD
 
 __all__ = ["NGSGD", "SGD", "NaturalMuon", "Optimizer", "StepActivity"]

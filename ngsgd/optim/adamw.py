@@ -1,27 +1,16 @@
-"""AdamW for single layers of a model whose other layers are trained by `SGD` or `NGSGD`.
-
-Typical layers are embeddings, recurrent layers, and scale and offset parameters.
-"""
+"""AdamW for single layers of a model whose other layers are trained by `SGD` or `NGSGD`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ngsgd.ops.tensors import HALF
-from ngsgd.optim.updates import (
-    COMPLEX,
-    accumulator,
-    accumulator_dtype,
-    all_finite,
-    as_real,
-    gradients_are_finite,
-    laid_out_gradient,
-    replace,
-)
+from ngsgd.optim import updates
+from ngsgd.optim.updates import accumulator_dtype, laid_out_gradient
 
 # Keys in `state` of a parameter. torch.optim.AdamW names the last one "step", a key that `SGD` uses
 # itself.
@@ -50,7 +39,7 @@ def prepare_state(p: Tensor, state: dict[str, Any]) -> None:
             and average.device == square.device == number.device == p.device and p.dtype not in HALF):
         return
     for key in MOMENTS:
-        accumulator(state, key, p)
+        updates.accumulator(state, key, p)
     if number is None:
         state["num_adamw_steps"] = torch.zeros((), dtype=torch.float32, device=p.device)
     elif number.device != p.device:
@@ -59,11 +48,10 @@ def prepare_state(p: Tensor, state: dict[str, Any]) -> None:
 
 def propose(groups: Sequence[Mapping[str, Any]],
             state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Proposal | None], Tensor | None]:
-    """Return a proposal for each group, and whether gradients and rounded proposals are finite.
+    """Return proposals for the groups, and whether gradients and proposals are finite, or None.
 
     A proposal is None except with half precision or a huge rate: other steps are at most
-    lr / sqrt(1 - beta2) long, and keep parameters finite. The second value is a 0-d bool, None
-    without a gradient.
+    lr / sqrt(1 - beta2) long, and keep parameters finite.
     """
     found: list[Proposal | None] = []
     for group in groups:
@@ -80,18 +68,25 @@ def propose(groups: Sequence[Mapping[str, Any]],
         number = [state[p]["num_adamw_steps"] + 1 for p in params]
         _kernel(group, values, [laid_out_gradient(p).to(accumulator_dtype(p)) for p in params], moments, number)
         found.append(Proposal(params, values, moments))
-    is_finite = gradients_are_finite([p for group in groups for p in group["params"]])
+    is_finite = updates.gradients_are_finite([p for group in groups for p in group["params"]])
     rounded = [value.to(p.dtype) for one in found if one is not None for p, value in zip(one.params, one.values, strict=True)]
     if rounded and is_finite is not None:
-        is_finite = is_finite & all_finite(rounded).to(is_finite.device)
+        is_finite = is_finite & updates.all_finite(rounded).to(is_finite.device)
     return found, is_finite
 
 
 def step(groups: Iterable[Mapping[str, Any]], proposed: Iterable[Proposal | None], state: Mapping[Tensor, dict[str, Any]],
          is_skipped: Tensor) -> None:
     """Take a torch.optim.AdamW step for each group, except where `is_skipped`; no host sync."""
-    for group, proposal in zip(groups, proposed, strict=True):
+    # Groups with the same settings take one step, because on a GPU each operation is a launch.
+    together: dict[Hashable, tuple[Mapping[str, Any], Proposal | None, list[Tensor]]] = {}
+    for number, (group, proposal) in enumerate(zip(groups, proposed, strict=True)):
         params = [p for p in group["params"] if p.grad is not None]
+        kinds = {(p.dtype, p.device) for p in params}
+        settings = (_lr(group), group["weight_decay"], group.get("betas", BETAS), group.get("eps", EPS))
+        key = (*settings, *kinds) if proposal is None and len(kinds) == 1 else number
+        together.setdefault(key, (group, proposal, []))[2].extend(params)
+    for group, proposal, params in together.values():
         if not params:
             continue
         for p in params:
@@ -103,9 +98,9 @@ def step(groups: Iterable[Mapping[str, Any]], proposed: Iterable[Proposal | None
         if proposal is None:
             _kernel(group, params, [laid_out_gradient(p) for p in params], moments, num_steps, found_inf)
         else:
-            for old, new in zip([*params, *moments[0], *moments[1]], [*proposal.values, *proposal.moments[0],
-                                                                    *proposal.moments[1]], strict=True):
-                replace(old, new, is_skipped)
+            new_values = [*proposal.values, *proposal.moments[0], *proposal.moments[1]]
+            for old, new in zip([*params, *moments[0], *moments[1]], new_values, strict=True):
+                updates.replace(old, new, is_skipped)
         torch._foreach_sub_(num_steps, [found_inf] * len(num_steps))
         # Fused kernels do not increment the version; autograd would not detect stale tensors.
         torch.autograd.graph.increment_version(params)
@@ -117,11 +112,11 @@ def _lr(group: Mapping[str, Any]) -> float:
 
 def _kernel(group: Mapping[str, Any], values: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]],
             num_steps: list[Tensor], found_inf: Tensor | None = None) -> None:
-    """Change values and moments in place."""
     beta1, beta2 = group.get("betas", BETAS)
     averages, squares = moments
-    if not {value.dtype for value in values}.isdisjoint(COMPLEX):
-        values, gradients, averages, squares = ([as_real(one) for one in tensors] for tensors in (values, gradients, *moments))
+    if not {value.dtype for value in values}.isdisjoint(updates.COMPLEX):
+        values, gradients, averages, squares = ([updates.as_real(one) for one in tensors]
+                                                for tensors in (values, gradients, *moments))
     torch._fused_adamw_(values, gradients, averages, squares, [], num_steps, amsgrad=False, lr=_lr(group), beta1=beta1,
                         beta2=beta2, weight_decay=group["weight_decay"], eps=group.get("eps", EPS), maximize=False,
                         grad_scale=None, found_inf=found_inf)

@@ -1,7 +1,4 @@
-"""Kaldi's backstitch and proportional shrinkage, which act around a step (nnet3-train).
-
-See also `SGD` and `ngsgd.ops.orthonormal`.
-"""
+"""Kaldi's backstitch and proportional shrinkage, which act around a step (nnet3-train)."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def backstitch_step(optimizer: Optimizer, closure: Callable[[], Tensor], scale: 
                           "two to 0.")
     if not scale > 0.0:
         raise ConfigError(f"the backstitch scale is {scale}; it must be greater than 0 (Kaldi uses 0.3 to 1).")
-    freeze = optimizer.freeze if isinstance(optimizer, NGSGD) else _nothing
+    freeze = optimizer.freeze if isinstance(optimizer, NGSGD) else lambda frozen: None
     freeze(True)
     try:
         loss = closure()
@@ -54,10 +51,6 @@ def backstitch_step(optimizer: Optimizer, closure: Callable[[], Tensor], scale: 
     closure()
     optimizer.step(scale=1.0 + scale, num_samples=num_samples)
     return loss
-
-
-def _nothing(frozen: bool) -> None:
-    """Accept the call for plain SGD, which has no Fisher estimates."""
 
 
 @torch.no_grad()

@@ -1,8 +1,4 @@
-"""Training steps as CUDA graphs: one launch per minibatch instead of several hundred.
-
-With a small network the host needs more time to launch the operations of a step than the GPU needs
-to compute them. A graph is recorded once for each shape of minibatch, and replayed with new data.
-"""
+"""Training steps as CUDA graphs: one launch per minibatch instead of several hundred."""
 
 from __future__ import annotations
 
@@ -38,9 +34,9 @@ class _Recorded(NamedTuple):
 class GraphedStep:
     """Take the steps of `SGD` or `NGSGD` as CUDA graphs, with the same results.
 
-    The first steps of each kind run without a graph, and so do steps that wait for the device. A
-    kind is the shapes of the tensors, `key`, and the settings of the optimizer. So a learning rate
-    that changes in every step is never recorded.
+    The first steps of each kind (shapes of the tensors, `key`, settings of the optimizer) run
+    without a graph, and so do steps that wait for the device. A learning rate that changes in
+    every step is never recorded.
 
     Args:
         optimizer: the optimizer of the step, for parameters on a GPU.
@@ -72,17 +68,9 @@ class GraphedStep:
         self._num_seen = Counter[Hashable]()
 
     def __call__(self, *tensors: Tensor, key: Hashable = None) -> Tensor:
-        """Take one step.
+        """Take one step on a minibatch, of which a graph reads copies; return the numbers of `run`.
 
-        Args:
-            tensors: the minibatch, on the GPU; a graph reads copies of them.
-            key: everything else that `run` depends on.
-
-        Returns:
-            The M numbers of `run`, float64.
-
-        Raises:
-            ConfigError: the step cannot be recorded.
+        `key` is everything else that `run` depends on. ConfigError: the step cannot be recorded.
         """
         own, optimizer = self._settings(), self._optimizer
         if own is None:
@@ -107,10 +95,7 @@ class GraphedStep:
         return found.numbers_M.clone()
 
     def _settings(self) -> Hashable | None:
-        """Return all that the operations of the next step depend on, except the data.
-
-        None if the step waits for the device, so that a CUDA graph cannot contain it.
-        """
+        """Return what the next step depends on besides data; None if it waits for the device."""
         own = self._optimizer
         number = own.counts.num_steps + 1
         if own.on_nonfinite == "raise" or number & (number - 1) == 0 or (of_rule := own.rule.graph_key(own)) is None:
@@ -121,7 +106,6 @@ class GraphedStep:
                 own.step_count % ORTHONORMAL_PERIOD if is_constrained else 0, of_rule)
 
     def _numbers(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Run the step; return its numbers."""
         numbers = self._run(*tensors)
         self._optimizer.counts.sum_up()
         device = tensors[0].device

@@ -25,8 +25,7 @@ OUTSIDE = "(outside of the model)"
 
 
 def require_whole_parameters(model: nn.Module, kind: str) -> None:
-    """Reject sharded and uninitialized parameters: limits and rows of a layer need complete ones.
-    """
+    """Reject sharded and uninitialized parameters: limits and rows need complete ones."""
     refuse_sharded(model, kind)
     for name, module in model.named_modules():
         for p in module._parameters.values():
@@ -39,10 +38,7 @@ def require_whole_parameters(model: nn.Module, kind: str) -> None:
 
 
 def components(model: nn.Module) -> list[dict[str, Any]]:
-    """Return one param group per module with trainable parameters.
-
-    Shared ones belong to the first owner.
-    """
+    """Return one param group per module that is the first owner of trainable parameters."""
     groups, seen = [], set[int]()
     for name, module in model.named_modules():
         params = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
@@ -59,14 +55,7 @@ def name_of(model: nn.Module) -> str:
 
 def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str],
                 hints: Mapping[str, Any]) -> None:
-    """Apply `layer_options` to the groups whose names match.
-
-    Args:
-        groups: param groups with names, which this changes.
-        layer_options: settings by name or pattern of layers.
-        known: settings that layers have.
-        hints: types of settings that the constructor also has.
-    """
+    """Apply `layer_options` by name or pattern; `hints` has the types of the constructor."""
     names = [group["name"] for group in groups]
     for pattern, options in layer_options.items():
         if unknown := sorted(set(options) - known):
@@ -88,8 +77,7 @@ def require_non_negative(**values: float) -> None:
 
 
 def layer_options(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Collect `layer_options` for the optimizer (see `ngsgd.NGSGD`) from modules with that
-    attribute.
+    """Collect `layer_options` of `ngsgd.NGSGD` from modules with that attribute.
 
     Patterns are relative to their module: "factor" in the module "tdnnf2" becomes "tdnnf2.factor".
     """
@@ -123,15 +111,14 @@ def saved_by_parameter(own: Sequence[Mapping[str, Any]], state_dict: Mapping[str
     require_state(state_dict, ("state", "param_groups"), kind, OptimizerStateError)
     groups = state_dict["param_groups"]
     if any("name" not in group for group in groups):
-        raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no "
-                                  "names, as those of torch optimizers; load the state_dict "
-                                  f"of {kind}, or start without it.")
+        raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no names, "
+                                  f"as those of torch optimizers; load the state_dict of {kind}, "
+                                  "or start without it.")
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
-        raise OptimizerStateError("the state is of the layers "
-                                  f"{', '.join(group['name'] for group in groups)}, this "
-                                  f"{kind} of "
-                                  f"{', '.join(group['name'] for group in own)}; "
-                                  "load it with the same model, and freeze layers after the optimizer is created.")
+        layers, own_layers = (", ".join(group["name"] for group in each) for each in (groups, own))
+        raise OptimizerStateError(f"the state is of the layers {layers}, this {kind} of "
+                                  f"{own_layers}; load it with the same model, and freeze layers "
+                                  "after the optimizer is created.")
     found = []
     for group, saved in zip(own, groups, strict=True):
         for p, index in zip(group["params"], saved["params"], strict=True):
@@ -139,8 +126,7 @@ def saved_by_parameter(own: Sequence[Mapping[str, Any]], state_dict: Mapping[str
             for key in ("velocity", "exp_avg", "exp_avg_sq"):
                 if values.get(key) is not None and values[key].shape != p.shape:
                     raise OptimizerStateError(f"the state of {saved['name']} is of shape "
-                                              f"{tuple(values[key].shape)}, the parameter "
-                                              f"of shape {tuple(p.shape)}; load it with the same "
-                                              "model.")
+                                              f"{tuple(values[key].shape)}, the parameter of shape "
+                                              f"{tuple(p.shape)}; load it with the same model.")
             found.append((p, values))
     return found

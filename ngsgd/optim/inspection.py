@@ -8,7 +8,6 @@ import numpy as np
 
 from ngsgd.ops.natural_gradient import spectrum
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Healthy range of the smallest e_i. Below it the rank is larger than necessary, above it too small.
 _HEALTHY = (0.05, 0.2)
@@ -32,7 +31,7 @@ class EstimateHealth:
     def suggested_rank(self) -> int:
         """Rank whose smallest e_i would lie between 0.05 and 0.2.
 
-        Twice the current rank, at most D / 2, if the smallest e_i is larger than 0.2.
+        Twice the current rank, at most D / 2, if it is larger.
         """
         low, high = _HEALTHY
         if self.e[-1] > high:
@@ -77,7 +76,17 @@ def inspect(optimizer: NGSGD) -> dict[str, LayerHealth]:
     shares = optimizer.activity().layer_share
     found = {}
     for name, layer in optimizer.layer_preconditioners().items():
-        estimates = {side: health for side, estimate in layer.sides.items() if (health := _health(estimate)) is not None}
+        estimates = {}
+        for side, estimate in layer.sides.items():
+            if (state := estimate.state) is not None:
+                R, D = state.W_RD.shape
+                tops = state.d_R + state.rho
+                eigenvalues = np.append(tops, np.full(D - R, state.rho))
+                trace = float(eigenvalues.sum())
+                e_R = np.sort(spectrum(state, estimate.smoothing))[::-1]
+                estimates[side] = EstimateHealth(D, R, tuple(e_R.tolist()),
+                                                 trace**2 / float((eigenvalues**2).sum()),
+                                                 float(tops.sum()) / trace)
         if estimates:
             cosine = float("nan") if layer.cosine is None else float(layer.cosine)
             found[name] = LayerHealth(estimates, shares.get(name, float("nan")), cosine)
@@ -113,15 +122,3 @@ def figures(optimizer: NGSGD) -> dict[str, float]:
             numbers[f"{name}/{side}_last_e"] = estimate.e[-1]
             numbers[f"{name}/{side}_effective_rank"] = estimate.effective_rank
     return numbers
-
-
-def _health(estimate: OnlineNaturalGradient) -> EstimateHealth | None:
-    state = estimate.state
-    if state is None:
-        return None
-    R, D = state.W_RD.shape
-    d_R, rho = state.d_R, state.rho
-    eigenvalues = np.append(d_R + rho, np.full(D - R, rho))
-    trace = float(eigenvalues.sum())
-    return EstimateHealth(D, R, tuple(np.sort(spectrum(state, estimate.smoothing))[::-1].tolist()),
-                          trace**2 / float((eigenvalues**2).sum()), float((d_R + rho).sum()) / trace)

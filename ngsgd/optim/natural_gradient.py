@@ -29,8 +29,8 @@ from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.common import mean_over_ranks
 from ngsgd.optim.layers.fast_linear import FastLinear
-from ngsgd.optim.mean_loss import replicas
-from ngsgd.optim.mean_loss.loss_rows import LossRows
+from ngsgd.optim.layers.shared import SharedPass
+from ngsgd.optim.mean_loss.loss_rows import LossRows, module_around
 from ngsgd.optim.rule import Group, Minibatch, Rule, Step, Stepped, StepRecord
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
@@ -69,6 +69,7 @@ class NaturalGradient(Rule):
         # restores the plain layers
         self.detach: weakref.finalize[Any, Any] | None = None
         self._gradient_scale = 1.0
+        context.shared, context.is_sum = SharedPass(), not is_mean and not context.observes
 
     def begin(self, optimizer: Stepped, minibatch: Minibatch) -> None:
         context = self.context
@@ -82,6 +83,8 @@ class NaturalGradient(Rule):
                                              "to a summed loss; give loss_reduction=\"mean\" if lr is per sample, \"sum\" if "
                                              "this is intended.")
         context.looks_like_mean = None
+        if context.ranks is not None:
+            context.shared.exchange([own for own in self.preconditioners.values() if own.is_shared], context)
 
     def step(self, optimizer: Stepped, minibatch: Minibatch, factors: Any = None) -> Step | None:
         return self.update.step(optimizer, minibatch, self._row_product_factors if self.max_change_per_sample else None)
@@ -158,20 +161,11 @@ class NaturalGradient(Rule):
         mixed = _weights_of_mixed_kinds(model)
         others = {group["name"] for group in groups if group["rule"] != "natural"}
         # Torch does not call these submodules of its attention layers.
-        uncalled = {
-            id(layer.out_proj)
-            for layer in model.modules()
-            if isinstance(layer, nn.MultiheadAttention)
-        }
+        uncalled = {id(layer.out_proj) for layer in model.modules() if isinstance(layer, nn.MultiheadAttention)}
         for name, layer in model.named_modules():
             key = name or name_of(model)
             weight = id(weight_of(layer))
-            if (
-                weight in owners
-                and weight not in mixed
-                and key not in self.layers
-                and id(layer) not in uncalled
-            ):
+            if weight in owners and weight not in mixed and key not in self.layers and id(layer) not in uncalled:
                 # A weight that several layers share is in the group of the first of them.
                 group = owners[weight] if owners[weight].partition("#")[0] == key or key not in settings else key
                 if group in others:
@@ -184,6 +178,9 @@ class NaturalGradient(Rule):
             # modules() yields a module before its submodules.
             if isinstance(layer, NaturalGradientMultiheadAttention):
                 uncalled.discard(id(layer.out_proj))
+        weights = [id(own.weight) for own in self.preconditioners.values()]
+        for own in self.preconditioners.values():
+            own.is_tied = weights.count(id(own.weight)) > 1
 
     def _num_samples(self, given: float | None) -> float:
         """Return the number of samples of a mean loss; under DDP its mean over the ranks.
@@ -198,10 +195,11 @@ class NaturalGradient(Rule):
                 number = float(self.loss_rows.number())
             except ConfigError as error:
                 number, failure = math.nan, error
-        if self.context.ddp is None and not self.context.num_passes:
+        if self.context.ranks is None and not self.context.num_passes:
             # No layer with natural gradient has noted it.
-            self.context.ddp = replicas.module_around(self.loss_rows.scaled)
-        if self.context.ddp is not None:
+            around = module_around(self.loss_rows.scaled)
+            self.context.module = None if around is None else weakref.ref(around)
+        if self.context.ranks is not None:
             (number,) = mean_over_ranks(self.context, torch.tensor([number], dtype=torch.float64)).tolist()
         if failure is not None:
             raise failure
@@ -228,6 +226,7 @@ class NaturalGradient(Rule):
         self.follow_groups(groups)
         for preconditioner in self.preconditioners.values():
             preconditioner.pop_row_products()
+            self.context.shared.drop(preconditioner)
 
     def follow_groups(self, groups: Sequence[Group]) -> None:
         """Apply settings changed in groups, except ranks."""
@@ -248,15 +247,18 @@ class NaturalGradient(Rule):
     def graph_key(self, optimizer: Stepped) -> Hashable | None:
         context = self.context
         looks_at_first = context.asks_reduction or context.looks_like_mean is not None
-        if context.measures_cosine or looks_at_first or context.grad_scaler is not None:
+        if context.measures_cosine or looks_at_first or context.grad_scaler is not None or context.ranks is not None:
             return None
         self.follow_groups(optimizer.param_groups)
-        # A graph reads the factors, and does not wait for updates.
-        context.queue.wait()
-        states = [(estimate.next_updates(), estimate.state) for _, _, estimate in self.estimates()]
-        if any(updates is None or state is None for updates, state in states):
+        idle = {id(own.sides.get("offset")) for own in self.preconditioners.values()
+                if own.bias is not None and not own.bias.requires_grad}
+        of_queue = context.queue.graph_key()
+        estimates = [estimate for _, _, estimate in self.estimates() if estimate.dim != 1 and id(estimate) not in idle]
+        updates = [estimate.next_updates() for estimate in estimates]
+        stack = context.queue.stack
+        if of_queue is None or None in updates or (estimates and (stack is None or not stack.holds(estimates))):
             return None
-        return tuple((updates, state.W_RD.data_ptr()) for updates, state in states if state is not None)
+        return of_queue, tuple(updates)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[StepRecord]:

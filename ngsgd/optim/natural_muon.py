@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ConfigError
-from ngsgd.ops.newton_schulz import orthogonalized
+from ngsgd.ops.orthonormal import orthogonalized
 from ngsgd.ops.tensors import HALF
 from ngsgd.optim import adamw, updates
 from ngsgd.optim.groups import OF_LAYERS, name_of, require_non_negative
 from ngsgd.optim.layers import LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.batched import BatchedPass
-from ngsgd.optim.layers.common import mean_over_ranks
+from ngsgd.optim.layers.kronecker import without_large_directions
 from ngsgd.optim.natural_gradient import NaturalGradient, layer_of
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.optimizer import Optimizer
 from ngsgd.optim.rule import Factors, Group, Minibatch, Rule, Step, Stepped
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Steps then have the root mean square of AdamW steps (Moonshot's Muon).
 _RMS = 0.2
@@ -30,13 +29,7 @@ _LIMITS = ("max_change", "orthonormal_constraint")
 
 
 class OrthogonalMomentum(Rule):
-    """Steps of fixed length along the orthogonalized momentum of matrices; AdamW for all others.
-
-    Args:
-        num_iterations: Newton-Schulz iterations.
-        context: of the layers with estimates.
-        preconditioners: layers with estimates, by name.
-    """
+    """Steps of fixed length along the orthogonalized momentum of matrices; AdamW for all others."""
 
     names = ("adamw",)
 
@@ -85,8 +78,6 @@ class OrthogonalMomentum(Rule):
         layer = self._preconditioners.get(layer_of(group))
         if layer is not None and layer.weight is p:
             u_OI = without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
-            # Every rank has estimates of its own rows.
-            u_OI = mean_over_ranks(self._context, u_OI)
         num_outputs, num_inputs = u_OI.shape
         return orthogonalized(u_OI, self.num_iterations).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
 
@@ -173,23 +164,12 @@ class NaturalMuon(NGSGD):
         rule = NaturalGradient(
             OrthogonalMomentum(ns_steps, context, preconditioners), context, preconditioners, fallback="adamw", is_mean=False,
             settings={"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,
-                      "num_samples_history": num_samples_history, "alpha": alpha, "schedule": "nnet3"})
+                      "num_samples_history": num_samples_history, "alpha": alpha, "schedule": "nnet3",
+                      "update": "auto"})
         # Its layers, state and estimates are those of NGSGD, whose constructor makes another rule.
         Optimizer.__init__(self, model, rule, {"lr": lr, "momentum": momentum, "max_change": 0.0, "weight_decay": weight_decay,
                                                "adamw_lr_factor": adamw_lr_factor},
                            layer_options=layer_options, max_param_change=0.0, on_nonfinite=on_nonfinite)
-
-
-def without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
-    """Multiply u by the inverse Fisher matrices of both sides, up to a factor."""
-    x_OI = u_OI.float()
-    if (state := inputs.state) is not None:
-        W_RI = state.W_RD.to(x_OI)
-        x_OI = torch.addmm(x_OI, x_OI @ W_RI.T, W_RI, alpha=-1)
-    if (state := outputs.state) is not None:
-        W_RO = state.W_RD.to(x_OI)
-        x_OI = torch.addmm(x_OI, W_RO.T, W_RO @ x_OI, alpha=-1)
-    return x_OI.to(u_OI.dtype)
 
 
 def _is_matrix(p: Tensor) -> bool:

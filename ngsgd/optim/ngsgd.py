@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError
 from ngsgd.optim.groups import OF_LAYERS, require_non_negative, saved_by_parameter
 from ngsgd.optim.layers import LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.batched import BatchedPass
+from ngsgd.optim.layers.common import Ranks
 from ngsgd.optim.natural_gradient import STATE, NaturalGradient, path_of
 from ngsgd.optim.optimizer import Optimizer
 from ngsgd.optim.sgd import Sgd
@@ -28,7 +29,8 @@ class NGSGD(Optimizer):
     the model. `lr` is per sample. With `loss_reduction="mean"`, gradients are multiplied by the
     number of samples, so one rate serves summed and mean losses. `NGSGD(model)` expects a mean loss
     and uses a rate that suits many models. After `backward`, `p.grad` holds the preconditioned
-    gradient. Gradient clipping and accumulation therefore act on preconditioned gradients.
+    gradient. Gradient clipping and accumulation therefore act on preconditioned gradients. Under
+    DistributedDataParallel, `step` preconditions the plain mean over ranks instead.
 
     Preconditioned layers, by exact class:
 
@@ -74,6 +76,9 @@ class NGSGD(Optimizer):
         max_change_per_sample: limit of the paper (C.3; nnet2) on the sum of row-norm products of a
             layer, per row of the minibatch; 0 = none. Kaldi's scripts use 0.075.
         schedule: "nnet3", or "nnet2" for the update schedule of the paper.
+        update: update of the Fisher estimates. "exact" is Kaldi's, with eigenvalues from the host.
+            "polar" uses matrix products alone, so that a device does not wait for the host
+            (`ngsgd.ops.polar_update`). "auto" is exact on a CPU and polar on other devices.
         ignore_zero_rows: exclude rows with zero derivative, such as padding and masked frames, from
             the estimates.
         grad_scaler: the torch.amp.GradScaler in use, so that the estimates do not mix its loss
@@ -121,6 +126,7 @@ class NGSGD(Optimizer):
         adamw_lr_factor: float = 0.125,
         max_change_per_sample: float = 0.0,
         schedule: str = "nnet3",
+        update: str = "auto",
         ignore_zero_rows: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         cosine_period: int = 0,
@@ -141,7 +147,8 @@ class NGSGD(Optimizer):
             Sgd(), context, {}, fallback=fallback, is_mean=is_mean, max_change_per_sample=max_change_per_sample,
             cosine_period=cosine_period,
             settings={"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,
-                      "num_samples_history": num_samples_history, "alpha": alpha, "schedule": schedule})
+                      "num_samples_history": num_samples_history, "alpha": alpha, "schedule": schedule,
+                      "update": update})
         super().__init__(model, rule, {"lr": _DEFAULT_LR if lr is None else lr, "momentum": momentum, "max_change": max_change,
                                        "weight_decay": weight_decay, "adamw_lr_factor": adamw_lr_factor},
                          layer_options=layer_options, max_param_change=max_param_change, on_nonfinite=on_nonfinite)
@@ -260,17 +267,30 @@ class NGSGD(Optimizer):
         for name, estimate in mine.items():
             estimate.load_state_dict(fisher[name])
 
+    def share_rows(self, sum_in_place: Callable[[Tensor], object], device: torch.device, num_ranks: int) -> None:
+        """Take the steps of one process with the rows of all ranks, for a loop that sums gradients.
+
+        Under DistributedDataParallel this happens by itself. Every rank calls `backward`, sums all
+        gradients, and calls `step`, which sums moments of the rows.
+
+        Args:
+            sum_in_place: sums a tensor on `device` over the ranks, in place.
+            device: that of the sums.
+            num_ranks: number of ranks.
+        """
+        self.rule.context.given_ranks = Ranks(sum_in_place, device, num_ranks, averages=False)
+
     def training_state(self) -> dict[str, Any]:
         """Return the state that steps change, with the Fisher estimates; see `SGD`."""
         cosines = {name: layer.cosine for name, layer in self.rule.preconditioners.items()}
         return {**super().training_state(), "cosines": cosines,
-                STATE: {name: estimate.state_dict() for name, estimate in self.preconditioners()}}
+                STATE: {name: estimate.training_state() for name, estimate in self.preconditioners()}}
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `training_state` of an equal optimizer; tensors are not copied."""
         super().load_training_state(state)
         for name, estimate in self.preconditioners():
-            estimate.load_state_dict(state[STATE][name])
+            estimate.load_training_state(state[STATE][name])
         for name, layer in self.rule.preconditioners.items():
             layer.cosine = state["cosines"][name]
         self.rule.context.num_steps = state["num_steps"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from ngsgd.arguments import hints_of
 from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, has_grown, warn
 from ngsgd.ops.max_change import Limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
+from ngsgd.ops.tensors import DeviceNumbers
 from ngsgd.optim import adamw, updates
-from ngsgd.optim.activity import LimitCounts, StepActivity
 from ngsgd.optim.groups import (
     OUTSIDE,
     components,
@@ -31,8 +32,6 @@ from ngsgd.optim.groups import (
 )
 from ngsgd.optim.rule import Minibatch, Rule, Step
 
-# Recreated when needed; a scheduler replaces `step`.
-_NOT_COPIED = ("step", "_places")
 # Constrain a layer every fourth step; Kaldi does it at random with probability 1/4.
 ORTHONORMAL_PERIOD = 4
 # Look for parameters that the optimizer does not have at the first step, and so many steps apart.
@@ -40,11 +39,81 @@ _SEARCH_PERIOD = 100
 # Warn after so many steps if limits shortened more than these fractions of them.
 _MANY_STEPS = 64
 _MOST_LAYER_STEPS, _MOST_MODEL_STEPS = 0.5, 0.9
+# Steps whose counts are summed in one operation.
+_MANY_UNCOUNTED = 64
 
 
 # Torch decorates the method with an import of torch._dynamo, which is slower than `import torch`.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+@dataclass(frozen=True)
+class StepActivity:
+    """How often update-norm limits were active since the last `reset_activity`."""
+
+    num_steps: int
+    # steps skipped because of a non-finite gradient
+    num_skipped: int
+    # component -> fraction of steps that its max_change shortened, 0 to 1
+    layer_share: dict[str, float]
+    # fraction of steps that max_param_change shortened, 0 to 1
+    model_share: float
+
+
+class LimitCounts:
+    """Counts of steps, skipped steps, and steps that each limit shortened; on the device."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.num_steps = 0
+        # skipped, shortened by max_param_change, shortened by max_change of each group
+        self.hits = torch.zeros(2 + num_groups, dtype=torch.int64)
+        # limits of the last steps, which `hits` does not include yet
+        self._uncounted: list[tuple[list[int], Limits]] = []
+        self._constant = DeviceNumbers()
+
+    def add(self, limits: Limits, indices: list[int]) -> None:
+        """Count a step whose groups `indices` have limits."""
+        self.num_steps += 1
+        # After model.double() or model.to(device) the numbers have another kind.
+        if self._uncounted and (self._uncounted[0][0] != indices or len(self._uncounted) >= _MANY_UNCOUNTED
+                                or self._uncounted[0][1].total.dtype != limits.total.dtype
+                                or self._uncounted[0][1].total.device != limits.total.device):
+            self.sum_up()
+        self._uncounted.append((indices, limits))
+
+    def sum_up(self) -> None:
+        """Add the steps since the last call to `hits`, on the device in few operations."""
+        if not self._uncounted:
+            return
+        (indices, *_), all_limits = self._uncounted[0], [limits for _, limits in self._uncounted]
+        self._uncounted = []
+        is_skipped_S1 = torch.stack([limits.total for limits in all_limits]).isnan()[:, None]
+        ratios_SC = torch.stack([torch.cat([limits.model_ratio[None], limits.layer_ratios_C]) for limits in all_limits])
+        hits_SC = torch.cat([is_skipped_S1, (ratios_SC < 1.0) & ~is_skipped_S1], dim=1)
+        columns = self._constant(hits_SC, 0, 1, *(i + 2 for i in indices), dtype=torch.int64)
+        self.hits = self.hits.to(hits_SC.device).index_add_(0, columns, hits_SC.sum(dim=0))
+
+    def grow(self, num_groups: int) -> None:
+        """Count the limits of further groups, too."""
+        self.hits = torch.cat([self.hits, self.hits.new_zeros(num_groups + 2 - len(self.hits))])
+
+    def activity(self, names: Sequence[str]) -> StepActivity:
+        """Return the counts as fractions; waits for the device once."""
+        self.sum_up()
+        num_skipped, model_hits, *layer_hits = self.hits.tolist()
+        steps = max(self.num_steps, 1)
+        return StepActivity(self.num_steps, num_skipped, {name: hits / steps for name, hits in zip(names, layer_hits, strict=True)},
+                            model_hits / steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts; the tensor is not copied."""
+        self.sum_up()
+        return {"num_steps": self.num_steps, "counts": self.hits}
+
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from `state`."""
+        self.num_steps, self.hits, self._uncounted = state["num_steps"], state["counts"].to(device), []
 
 
 class _ParameterSlot(NamedTuple):
@@ -60,19 +129,35 @@ class Optimizer(torch.optim.Optimizer):
     """Base class of `SGD`, `NGSGD` and `NaturalMuon`.
 
     Args:
-        model: the module to train.
         rule: steps of all layers but those of AdamW.
         settings: defaults of the groups: lr, momentum, max_change, weight_decay, adamw_lr_factor.
-        layer_options: see `SGD`.
-        max_param_change: see `SGD`.
-        on_nonfinite: see `SGD`.
+        layer_options, max_param_change, on_nonfinite: see `SGD`.
     """
 
     def __init__(self, model: nn.Module, rule: Rule, settings: Mapping[str, Any], *,
                  layer_options: Mapping[str, Mapping[str, Any]] | None, max_param_change: float, on_nonfinite: str) -> None:
-        self.rule = rule
-        self._init_groups(model, {**settings, "lr_factor": 1.0, "orthonormal_constraint": 0.0, "rule": rule.names[0],
-                                  **rule.settings}, layer_options)
+        require_whole_parameters(model, type(self).__name__)
+        self.rule, self.model = rule, model
+        self._places: list[_ParameterSlot] | None = None
+        groups = components(model)
+        if not groups:
+            raise ArgumentError(f"{type(self).__name__} has nothing to train: no parameter of the "
+                                "module requires a gradient; call requires_grad_(True) on layers.")
+        defaults = {**settings, "lr_factor": 1.0, "orthonormal_constraint": 0.0, "rule": rule.names[0], **rule.settings}
+        set_options(groups, layer_options or {}, {*defaults, "betas", "eps"} - {"lr", "momentum"},
+                    hints_of(type(self).__init__))
+        for group in groups:
+            require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
+                                    if key != "orthonormal_constraint" and isinstance(default, (int, float))})
+            if group.get("rule", rule.names[0]) not in rule.names:
+                raise ArgumentError(f"Invalid rule: {group['rule']!r}; choose "
+                                    f"{' or '.join(rule.names)}.")
+        super().__init__(groups, defaults)
+        self._places = self._find_parameters()
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        # The warning of layers that were unfrozen is another one.
+        self._known = [p for _, p in self._frozen]
+        self._num_searches = 0
         require_non_negative(max_param_change=max_param_change)
         if not 0.0 <= settings["momentum"] < 1.0:
             raise ArgumentError(f"Invalid momentum: {settings['momentum']}; it must be at least 0 and below 1.")
@@ -90,29 +175,6 @@ class Optimizer(torch.optim.Optimizer):
         rule.attach(self)
         self._prepare_state()
 
-    def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
-                     layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
-        require_whole_parameters(model, type(self).__name__)
-        self.model = model
-        self._places: list[_ParameterSlot] | None = None
-        groups = components(model)
-        if not groups:
-            raise ArgumentError(f"{type(self).__name__} has nothing to train: no parameter of the "
-                                "module requires a gradient; call requires_grad_(True) on layers.")
-        set_options(groups, layer_options or {}, {*defaults, "betas", "eps"} - {"lr", "momentum"},
-                    hints_of(type(self).__init__))
-        for group in groups:
-            require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
-                                    if key != "orthonormal_constraint" and isinstance(default, (int, float))})
-            if group.get("rule", self.rule.names[0]) not in self.rule.names:
-                raise ArgumentError(f"Invalid rule: {group['rule']!r}; choose {' or '.join(self.rule.names)}.")
-        super().__init__(groups, defaults)
-        self._places = self._find_parameters()
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        # The warning of layers that were unfrozen is another one.
-        self._known = [p for _, p in self._frozen]
-        self._num_searches = 0
-
     @property
     def momentum(self) -> float:
         """Largest momentum of the components; each component has its value in `param_groups`."""
@@ -121,10 +183,8 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, such as those of unfrozen layers.
 
-        Each layer becomes a group.
-
-        Missing settings have the values of the constructor. A second group of a layer is named
-        "<layer>#2".
+        Each layer becomes a group, a second one named "<layer>#2". Missing settings have the values
+        of the constructor.
 
         Raises:
             ConfigError: a parameter is frozen.
@@ -149,11 +209,9 @@ class Optimizer(torch.optim.Optimizer):
                 p.grad = None
 
     def _prepare_state(self) -> None:
-        """Create the keys in `state` of each parameter that `state_dict` fills.
-
-        torch.distributed.checkpoint loads no others, and takes a step with zero gradients if
-        `state` is empty.
-        """
+        """Create the keys in `state` of each parameter that `state_dict` fills."""
+        # torch.distributed.checkpoint loads no others, and takes a step with zero gradients if
+        # `state` is empty.
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p].setdefault("step", None)
@@ -205,7 +263,14 @@ class Optimizer(torch.optim.Optimizer):
             if minibatch.scale > 0.0:
                 if groups:
                     adamw.step(groups, proposed, self.state, taken.is_skipped)
-                self._constrain(self.param_groups[index] for index in taken.indices)
+                self.step_count += 1
+                # Constrain the weights of semi-orthogonal layers, one layer per step.
+                for number, index in enumerate(taken.indices):
+                    group = self.param_groups[index]
+                    target = group["orthonormal_constraint"]
+                    if target and (self.step_count + number) % ORTHONORMAL_PERIOD == 0:
+                        for p in (p for p in group["params"] if p.ndim > 1):
+                            constrain_orthonormal(p, target)
         self.rule.end(self)
 
     def count(self, limits: Limits | Tensor, indices: list[int]) -> None:
@@ -217,7 +282,9 @@ class Optimizer(torch.optim.Optimizer):
             counts.add(limits, indices)
         else:
             self.last_update = torch.where(limits, math.nan, 0.0)
-            counts.add_without_limits(limits)
+            counts.num_steps += 1
+            counts.hits = counts.hits.to(limits.device)
+            counts.hits[0] += limits
         # Rare, because it waits for the device.
         if counts.num_steps & (counts.num_steps - 1) == 0:
             self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
@@ -229,19 +296,13 @@ class Optimizer(torch.optim.Optimizer):
             warn(f"{type(self).__name__}: {done.num_skipped} of {done.num_steps} steps were skipped, since a "
                  "gradient was not finite; activity().num_skipped counts them. If they continue, lower lr "
                  "or look for NaN in the data.")
-        layers, model = (
-            statistics.mean([done.layer_share[name] for name in limited] or [0.0]),
-            done.model_share,
-        )
-        if done.num_steps >= _MANY_STEPS and (
-            layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS
-        ):
-            self.warn_once(
-                "limits",
-                f"max_change shortened {layers:.0%} of the layer updates and max_param_change "
-                f"{model:.0%} of the model updates; update-norm limits rather than lr determine "
-                "the step length. Lower lr, or raise the limits (0: none).",
-            )
+        layers = statistics.mean([done.layer_share[name] for name in limited] or [0.0])
+        model, num_steps = done.model_share, done.num_steps
+        if num_steps >= _MANY_STEPS and (layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS):
+            self.warn_once("limits", f"max_change shortened {layers:.0%} of the layer updates and "
+                                     f"max_param_change {model:.0%} of the model updates; "
+                                     "update-norm limits rather than lr determine the step length. "
+                                     "Lower lr, or raise the limits (0: none).")
 
     def warn_once(self, subject: str, message: str) -> None:
         """Warn if no warning of this subject has been given."""
@@ -261,9 +322,9 @@ class Optimizer(torch.optim.Optimizer):
         if any(p.requires_grad for _, p in self._frozen):
             names = [name for name, p in self._frozen if p.requires_grad]
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
-            self.warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was "
-                                        "created and are not trained; call add_param_group with "
-                                        "them.")
+            self.warn_once("unfrozen",
+                           f"{', '.join(names)} were unfrozen after the optimizer was created and "
+                                       "are not trained; call add_param_group with them.")
         self._num_searches += 1
         if self._num_searches % _SEARCH_PERIOD != 1:
             return
@@ -288,15 +349,6 @@ class Optimizer(torch.optim.Optimizer):
         self.rule.check(self.model)
         return places
 
-    def _constrain(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Constrain the weights of semi-orthogonal layers, one layer per step."""
-        self.step_count += 1
-        for index, group in enumerate(groups):
-            if group["orthonormal_constraint"] and (self.step_count + index) % ORTHONORMAL_PERIOD == 0:
-                for p in group["params"]:
-                    if p.ndim > 1:
-                        constrain_orthonormal(p, group["orthonormal_constraint"])
-
     def activity(self) -> StepActivity:
         """Return how often each limit was active; waits for the device once."""
         return self.counts.activity([group["name"] for group in self.param_groups])
@@ -309,9 +361,9 @@ class Optimizer(torch.optim.Optimizer):
         """Return torch's state plus "step_count" and settings of the model.
 
         "step_count" selects the next semi-orthogonal layer; "step" of each parameter is the same
-        count. Velocities exist before the first step, because torch.distributed.checkpoint fills
-        only existing entries of `state`.
+        count.
         """
+        # torch.distributed.checkpoint fills only existing entries of `state`.
         for group in self.param_groups:
             for p in group["params"]:
                 if self.rule.has_velocity(group, p):
@@ -322,11 +374,7 @@ class Optimizer(torch.optim.Optimizer):
                 "on_nonfinite": self.on_nonfinite}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state and its settings.
-
-        Raises:
-            OptimizerStateError: the state belongs to another model.
-        """
+        """Load a state and its settings; OptimizerStateError if it belongs to another model."""
         saved = saved_by_parameter(self.param_groups, state_dict, type(self).__name__)
         names = [group["name"] for group in self.param_groups]
         step_count = state_dict.get("step_count", saved[0][1].get("step", 0))
@@ -349,7 +397,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but hooks and cached objects; `copy.deepcopy` also copies the model."""
-        return {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED and not key.endswith("_hooks")}
+        # A scheduler replaces `step`.
+        return {key: value for key, value in self.__dict__.items()
+                if key not in ("step", "_places") and not key.endswith("_hooks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_places": None})

@@ -43,7 +43,7 @@ class StepRecord(NamedTuple):
     """Calls of Fisher estimates and their updates, which a replay of a step does not repeat."""
 
     calls: list[Any]
-    updates: list[Any]
+    updates: dict[int, Any]
 
 
 class Stepped(Protocol):
@@ -73,13 +73,7 @@ class Rule:
         """Prepare a step, and complete the numbers of samples of the minibatch."""
 
     def step(self, optimizer: Stepped, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
-        """Update the layers of this rule; None if they have no gradient.
-
-        Args:
-            optimizer: its groups, state and limits.
-            minibatch: see `Minibatch`.
-            factors: of the update of each layer, before its limit.
-        """
+        """Update the layers of this rule, by factors before limits; None without gradients."""
         raise NotImplementedError
 
     def end(self, optimizer: Stepped) -> None:
@@ -100,16 +94,13 @@ class Rule:
         return bool(group["momentum"]) and group["rule"] != "adamw"
 
     def graph_key(self, optimizer: Stepped) -> Hashable | None:
-        """Return what the operations of the next step depend on, besides groups and data.
-
-        None if the step waits for the device, so that a CUDA graph cannot contain it.
-        """
+        """Return what the next step depends on besides groups and data; None if it must wait."""
         return ()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[StepRecord]:
         """Keep what a replay of the step inside does not repeat."""
-        yield StepRecord([], [])
+        yield StepRecord([], {})
 
     def replayed(self, optimizer: Stepped, record: StepRecord) -> None:
         """Count a step that a CUDA graph takes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,38 +14,36 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files
-from ngsgd.asr import arrays
-from ngsgd.asr.adapt import fmllr, projections, speakers
+from ngsgd.asr.adapt import projections, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, SpeakerAdaptation
 from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.ivectors import model as extractor_file
-from ngsgd.asr.ivectors.model import IvectorModel
 from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract
 from ngsgd.asr.ivectors.training import train as train_extractor
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.counting import counted
-from ngsgd.data import mapped
+from ngsgd.data import arrays, mapped
 from ngsgd.data.frames import Side
 from ngsgd.files import cache_name
 from ngsgd.phase import Phase
+from ngsgd.pipeline.services import Report
 from ngsgd.runs.run_folder import RunFolder, folder_of_model
 
 # raise it when the same settings would give other features
 _VERSION = 2
+# frames on each side that are spliced before the projection, as in Kaldi
+CONTEXT = 3
 _SETS = ("train", "valid", "test")
 # fewest training frames per spliced feature for LDA, whose covariance is singular with too few
 _FRAMES_PER_FEATURE = 10
 # fewest frames of a training speaker, on average, and fewest speakers for fMLLR
 _FRAMES_PER_SPEAKER, _FEWEST_SPEAKERS = 500, 2
 
-Report = Callable[[str], None]
 
-
-def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
-                    report: Report) -> tuple[Corpus, Path]:
+def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path, report: Report) -> tuple[Corpus, Path]:
     """Return the corpus with adapted features, and the file of the adaptation.
 
     Training speakers are adapted with their labels, all others with a first pass of recognition.
@@ -70,7 +68,6 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
 
 
 def _of_speakers(path: Path) -> Path:
-    """The file of the transforms of all speakers."""
     return path.with_name(f"{path.stem}-speakers{path.suffix}")
 
 
@@ -79,13 +76,8 @@ def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Mapping[str
     """Return the corpus with other transforms for the speakers of valid and test: the network finds
     the states that they are estimated from.
 
-    Args:
-        config: the run.
-        corpus: its corpus, with adapted features.
-        unadapted: T x D features of "valid" and "test" before the adaptation.
-        path: file of the adaptation.
-        scores: the network.
-        report: receives the phase.
+    `unadapted` has the T x D features of "valid" and "test" before the adaptation, `path` is the
+    file of the adaptation, and `scores` are those of the network.
     """
     adaptation = read(path, corpus.num_pdfs)
     if adaptation.prior is None:
@@ -105,30 +97,24 @@ def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Mapping[str
 
 
 def read(path: Path, num_pdfs: int) -> SpeakerAdaptation:
-    """Read the file of an adaptation.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged.
-    """
+    """Read the file of an adaptation; raises OSError, and ValueError if it is damaged."""
     return SpeakerAdaptation.of_arrays(arrays.read(path), num_pdfs)
 
 
-def _trained(config: RunConfig,
-             corpus: Corpus) -> tuple[SpeakerAdaptation, dict[str, npt.NDArray[Any]]]:
+def _trained(config: RunConfig, corpus: Corpus) -> tuple[SpeakerAdaptation, dict[str, npt.NDArray[Any]]]:
     """The adaptation, and the transforms of all speakers as "set/speaker"."""
     settings, train = config.adaptation, corpus.train
     num_silence = corpus.language.topology.num_silence_states
-    found = speakers.train_projection(train.split_features(), train.frames.pdf_T,
-                                      context=settings.context, dim=settings.lda_dim,
-                                      num_silence=num_silence)
+    found = speakers.train_projection(train.split_features(), train.frames.pdf_T, context=CONTEXT,
+                                      dim=settings.lda_dim, num_silence=num_silence)
     if not settings.fmllr:
         return found, {}
     projected: Mapping[str, Sequence[Matrix]] = _Projected(found, train)
     if train.frames.num_frames <= projections.FRAMES_AT_ONCE:
         projected = dict(projected)
-    found, of_train = speakers.train_fmllr(found, projected, _by_speaker(train, train.split_pdfs()),
-                                           corpus.num_pdfs)
+    pdfs = train.split_pdfs()
+    of_speakers = {speaker: [pdfs[number] for number in numbers] for speaker, numbers in train.utterances_by_speaker().items()}
+    found, of_train = speakers.train_fmllr(found, projected, of_speakers, corpus.num_pdfs)
     transforms = {f"train/{speaker}": w_DE for speaker, w_DE in of_train.items()}
     find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
     for name in ("valid", "test"):
@@ -154,26 +140,19 @@ class _Projected(Mapping[str, Sequence[Matrix]]):
         return len(self._numbers)
 
 
-def _by_speaker(speech: SpeechSet, values: Sequence[Any]) -> dict[str, list[Any]]:
-    return {speaker: [values[number] for number in numbers]
-            for speaker, numbers in speech.utterances_by_speaker().items()}
-
-
-def _applied(adaptation: SpeakerAdaptation, speech: SpeechSet,
-             transforms: Mapping[str, Matrix], name: str) -> SpeechSet:
+def _applied(adaptation: SpeakerAdaptation, speech: SpeechSet, transforms: Mapping[str, Matrix], name: str) -> SpeechSet:
     def adapted() -> Iterator[Features]:
         for speaker, x_TD in zip(speech.speakers, speech.split_features(), strict=True):
             z_TD = adaptation.project(mapped.copied(x_TD))
             w_DE = transforms.get(f"{name}/{speaker}")
-            yield (z_TD if w_DE is None else fmllr.apply(w_DE, z_TD)).astype(np.float32)
+            yield (z_TD if w_DE is None else projections.apply(w_DE, z_TD)).astype(np.float32)
 
     source_TD = speech.frames.features_TD
     features_TD = mapped.concatenated(adapted(), (len(source_TD), adaptation.dim), source_TD)
     return replace(speech, frames=replace(speech.frames, features_TD=features_TD))
 
 
-def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,
-                  report: Report) -> tuple[Corpus, Path | None]:
+def network_input(config: RunConfig, corpus: Corpus, cache_root: Path, report: Report) -> tuple[Corpus, Path | None]:
     """Return the corpus with the tied states and the adapted features of the settings.
 
     The second value is the file of the adaptation, None without one. What the corpus is too small
@@ -201,7 +180,7 @@ def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> Adapta
     if not wanted.lda_dim:
         return wanted
     frames, num_speakers = corpus.train.frames, len(set(corpus.train.speakers))
-    num_spliced = frames.features_TD.shape[1] * (2 * wanted.context + 1)
+    num_spliced = frames.features_TD.shape[1] * (2 * CONTEXT + 1)
     if frames.num_frames < _FRAMES_PER_FEATURE * num_spliced:
         report(f"LDA and fMLLR are omitted: {counted(frames.num_frames, 'training frame is', 'training frames are')} too few for "
                f"{num_spliced} spliced features")
@@ -218,15 +197,12 @@ def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> Adapta
     return wanted
 
 
-# i-vectors ----------------------------------------------------------------------------------------
-
 # increase it if the same settings would give other i-vectors
 IVECTORS_VERSION = 2
 _INDEX = "index.json"
-# settings that do not change the extractor
-_OF_EXTRACTION = ("max_count", "period")
 # consecutive utterances that share the state of a speaker, as in nnet3 recipes; 0: all
 _UTTERANCES = {"train": TRAIN_UTTERANCES, "valid": 0, "test": 0}
+
 
 def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Report, folder: RunFolder | None) -> Path:
     """Return the extractor of the run or of its initial model, or train one on the training set."""
@@ -234,7 +210,8 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
         return folder.ivectors
     if config.init_model and (given := folder_of_model(config.init_model) / "final" / RunFolder.IVECTORS).exists():
         return given
-    settings = {name: value for name, value in asdict(config.ivectors).items() if name not in _OF_EXTRACTION}
+    # the period of the estimates does not change the extractor
+    settings = {name: value for name, value in asdict(config.ivectors).items() if name != "period"}
     path = cache_root / f"{cache_name('ivectors', version=IVECTORS_VERSION, corpus=corpus.digest, settings=settings)}.safetensors"
     if path.exists() and not extractor_file.is_sound(path):
         report(f"{path} is damaged; training it again.")
@@ -249,37 +226,37 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
     """Add an i-vector to every frame of the corpus; its digest identifies the extractor."""
     folder = cache_root / cache_name("ivectors", version=IVECTORS_VERSION, corpus=corpus.digest,
                                      extractor=files.sha256(extractor), settings=asdict(config.ivectors))
-    if not _is_there(folder, corpus, config, report):
+    is_sound = False
+    if folder.is_dir():
+        try:
+            _check(folder, corpus, config)
+            is_sound = True
+        except (OSError, ValueError, KeyError) as error:
+            report(f"{folder} is damaged ({error}); preparing it again.")
+    if not is_sound:
         # shared_directory keeps a directory that has an index
         (folder / _INDEX).unlink(missing_ok=True)
         report(Phase("extracting i-vectors"))
-        _store(folder, corpus, extractor_file.read(extractor, config.ivectors))
-    sets: dict[str, Any] = {
-        name: _with_rows(getattr(corpus, name), np.load(folder / f"{name}.npy", mmap_mode="r"), config.ivectors.period)
-        for name in _SETS}
+        model = extractor_file.read(extractor, config.ivectors)
+        with files.shared_directory(folder, _INDEX) as new:
+            for name in _SETS:
+                speech: SpeechSet = getattr(corpus, name)
+                mapped.write_rows(new / f"{name}.npy", _shape(speech, config),
+                                  extract(speech, model, most_utterances=_UTTERANCES[name]))
+            digests = {name: files.sha256(new / f"{name}.npy") for name in _SETS}
+            index = files.sealed("i-vectors", {"sha256": digests})
+            (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    sets: dict[str, Any] = {}
+    for name in _SETS:
+        speech = getattr(corpus, name)
+        lengths = np.diff(speech.frames.offsets)
+        num_rows_U = -(-lengths // config.ivectors.period)
+        first_U = np.cumsum(num_rows_U) - num_rows_U
+        row_T = np.concatenate([first + np.arange(length) // config.ivectors.period
+                                for first, length in zip(first_U, lengths, strict=True)])
+        side = Side(np.load(folder / f"{name}.npy", mmap_mode="r"), row_T.astype(np.int32))
+        sets[name] = replace(speech, frames=replace(speech.frames, side=side))
     return replace(corpus, **sets, content=hashlib.sha256((corpus.digest + folder.name).encode()).hexdigest())
-
-
-def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:
-    with files.shared_directory(folder, _INDEX) as new:
-        for name in _SETS:
-            speech: SpeechSet = getattr(corpus, name)
-            num_rows = int((-(-np.diff(speech.frames.offsets) // model.front.config.period)).sum())
-            mapped.write_rows(new / f"{name}.npy", (num_rows, model.front.config.dim),
-                              extract(speech, model, most_utterances=_UTTERANCES[name]))
-        index = files.sealed("i-vectors", {"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
-        (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def _is_there(folder: Path, corpus: Corpus, config: RunConfig, report: Report) -> bool:
-    if not folder.is_dir():
-        return False
-    try:
-        _check(folder, corpus, config)
-    except (OSError, ValueError, KeyError) as error:
-        report(f"{folder} is damaged ({error}); preparing it again.")
-        return False
-    return True
 
 
 def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
@@ -289,15 +266,11 @@ def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
         if files.sha256(folder / f"{name}.npy") != digests[name]:
             raise ValueError(f"{name}.npy does not match its checksum")
     for name in _SETS:
-        lengths = np.diff(getattr(corpus, name).frames.offsets)
         rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
-        if rows_RS.shape != (int((-(-lengths // config.ivectors.period)).sum()), config.ivectors.dim):
+        if rows_RS.shape != _shape(getattr(corpus, name), config):
             raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
 
 
-def _with_rows(speech: SpeechSet, rows_RS: npt.NDArray[np.float32], period: int) -> SpeechSet:
-    lengths = np.diff(speech.frames.offsets)
-    num_rows_U = -(-lengths // period)
-    first_U = np.cumsum(num_rows_U) - num_rows_U
-    row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U, lengths, strict=True)])
-    return replace(speech, frames=replace(speech.frames, side=Side(rows_RS, row_T.astype(np.int32))))
+def _shape(speech: SpeechSet, config: RunConfig) -> tuple[int, int]:
+    num_rows_U = -(-np.diff(speech.frames.offsets) // config.ivectors.period)
+    return int(num_rows_U.sum()), config.ivectors.dim

@@ -1,22 +1,14 @@
 """Alignment of frames with HMM states, from the transcripts alone or by a trained model.
 
-Flat start: every utterance is divided into equal parts, one for each state of its words. Then
-training on these labels alternates with re-alignment, which finds the best path through the graph
-of every transcript. The first model is one Gaussian per state, in closed form; the second is a
-small network. It uses one thread and only random numbers derived from the seed, so the same data
-and settings give the same file.
+A flat start gives each state of the words an equal part of the utterance. Training then alternates
+with the search for the best path: of one Gaussian per state first, then of a small network.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from ngsgd.asr.align import forced_alignment
 from ngsgd.asr.align.forced_alignment import Realigned, Scores, States
@@ -38,6 +30,7 @@ from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.adaptation import network_input, with_ivectors
 from ngsgd.pipeline.base_run import train
 from ngsgd.pipeline.score import computed_log_likelihoods, word_errors
+from ngsgd.pipeline.services import Report
 from ngsgd.runs.final_model import load_final
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.runs.rungs import Stopwatch
@@ -49,12 +42,14 @@ from ngsgd.training.worker import never
 
 # learning rates of the small networks, per frame
 LR_INITIAL, LR_FINAL = 0.005, 0.0005
+# of each training of the small network
+NUM_EPOCHS = 2.0
 # fraction of all frames; another pass would change as few
 FEW_CHANGES = 0.005
+# realignments with one Gaussian per state after a flat start
+_GAUSSIAN_PASSES = 20
 # increase it if the same settings would give another alignment
 RECIPE_VERSION = 2
-
-Report = Callable[[str], None]
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -72,9 +67,8 @@ def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataC
 def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     """Return the file of the alignment for these data and settings; compute it if needed.
 
-    Raises:
-        ConfigError: data.graph numbers the HMM states, but a flat start numbers them by the
-            lexicon.
+    Raises ConfigError if data.graph numbers the HMM states: a flat start numbers those of the
+    lexicon.
     """
     if config.data.graph:
         raise ConfigError(f"data.graph is {config.data.graph}, which defines the numbers of its "
@@ -82,13 +76,24 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
                           "lexicon. Set data.alignment=FILE with the numbers of the graph, such as "
                           "ali.*.gz of Kaldi with its final.mdl, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
-    settings = _settings(config)
+    # the small network and its schedule, one job at a time
+    a = config.align
+    settings = RunConfig(
+        seed=config.seed, align=a, features=config.features, data=DataConfig(oov_word=config.data.oov_word),
+        egs=replace(config.egs, samples_per_iter=a.samples_per_iter),
+        model=ModelConfig(kind="relu", num_layers=a.num_layers, hidden_dim=a.hidden_dim),
+        schedule=ScheduleConfig(num_epochs=NUM_EPOCHS, minibatch_size=128, lr_initial=LR_INITIAL,
+                                lr_final=LR_FINAL, num_jobs_initial=1, num_jobs_final=1), outer=OuterConfig(kind="average"),
+        cluster=ClusterConfig(kind="in_process", num_workers=1, threads_per_worker=1))
     name = cache_name("ali", version=RECIPE_VERSION, corpus=speech.digest, settings=asdict(settings))
     path = cache_root / f"{name}.npz"
     if not path.exists():
         watch = Stopwatch("flat start")
+        known: States = {}
+        if config.data.added_dirs and config.data.alignment != "flat":
+            # only the speech of data.added_dirs has no labels
+            known = {utt_id: pdf_T for utt_id, pdf_T in _labels(speech).items() if not (pdf_T == UNALIGNED).any()}
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-            known = _known(speech, config.data)
             states, logliks = _align(speech, settings, Path(folder), report, known)
         is_rung = logliks and config.align.num_full_passes
         errors = word_errors(speech, config.decode, logliks) if is_rung else (None, None)
@@ -97,31 +102,22 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     return path
 
 
-def _known(speech: Corpus, data: DataConfig) -> States:
-    """Return the labels of the corpus if only the speech of data.added_dirs has none."""
-    if not data.added_dirs or data.alignment == "flat":
-        return {}
+def _labels(speech: Corpus) -> States:
     return {utt_id: pdf_T for one in (speech.train, speech.valid, speech.test)
-            for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)
-            if not (pdf_T == UNALIGNED).any()}
+            for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
 
 
-def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
-           known: States) -> tuple[States, Scores]:
-    """Return the states of all frames, and the scores of the last network, if there is one.
-
-    The first network is trained on the states of `known` utterances, which are not returned, or on
-    a flat start.
-    """
+def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report, known: States) -> tuple[States, Scores]:
+    """Return the states of unknown utterances, and the scores of the last network, if any."""
     a, oov = settings.align, settings.data.oov_word
-    states: States = known
     lost: tuple[str, ...] = ()
     if known:
         starts = forced_alignment.flat_start(speech, oov)
         unknown: States = {utt_id: starts[utt_id] for utt_id in starts if utt_id not in known}
     else:
         moved = _sorted_out(speech, settings, report)
-        states, unknown, lost = moved.states, moved.states, moved.lost
+        unknown, lost = moved.states, moved.lost
+    states = known or unknown
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)
     if num_short:
         report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "
@@ -144,93 +140,55 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
 
 def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> Realigned:
     """Re-align two flat starts by Gaussians until they converge; return the more likely one."""
-    found = []
-    for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
-        passes = Progress(report, f"alignment: {name}, then Gaussians", settings.align.num_gaussian_passes, "passes")
-        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings, passes)
-        report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
-        found.append(moved)
-    return min(found, key=lambda moved: moved.cost_per_frame)
-
-
-def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig, passes: Progress) -> Realigned:
-    for _ in passes.each(range(settings.align.num_gaussian_passes)):
-        logliks = forced_alignment.score_by_gaussians(speech, states)
-        done = forced_alignment.realign(speech, states, logliks, settings.data.oov_word)
-        changed, states = forced_alignment.share_changed(states, done.states), done.states
-        if changed < FEW_CHANGES:
-            break
-    return done
-
-
-def _settings(config: RunConfig) -> RunConfig:
-    """Settings that determine an alignment: the small network and its schedule, one job at a
-    time.
-    """
-    a = config.align
-    return RunConfig(
-        seed=config.seed, align=a, features=config.features, data=DataConfig(oov_word=config.data.oov_word),
-        egs=replace(config.egs, samples_per_iter=a.samples_per_iter),
-        model=ModelConfig(kind="relu", num_layers=a.num_layers, hidden_dim=a.hidden_dim),
-        schedule=ScheduleConfig(num_epochs=a.num_epochs, minibatch_size=128, lr_initial=LR_INITIAL, lr_final=LR_FINAL,
-                                num_jobs_initial=1, num_jobs_final=1),
-        outer=OuterConfig(kind="average"), cluster=ClusterConfig(kind="in_process", num_workers=1, threads_per_worker=1))
+    found, oov = [], settings.data.oov_word
+    for name, start in (("equal parts", forced_alignment.flat_start),
+                        ("equal parts of speech", forced_alignment.silence_start)):
+        passes = Progress(report, f"alignment: {name}, then Gaussians", _GAUSSIAN_PASSES, "passes")
+        states = start(speech, oov)
+        for _ in passes.each(range(_GAUSSIAN_PASSES)):
+            logliks = forced_alignment.score_by_gaussians(speech, states)
+            done = forced_alignment.realign(speech, states, logliks, oov)
+            changed = forced_alignment.share_changed(states, done.states)
+            states = done.states
+            if changed < FEW_CHANGES:
+                break
+        report(f"align: {name}, then Gaussians: log-likelihood {-done.cost_per_frame:.3f} per frame")
+        found.append(done)
+    return min(found, key=lambda done: done.cost_per_frame)
 
 
 def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) -> Scores:
-    """Train a network on these states and return the log-likelihoods of all utterances."""
-    train, valid = speech.train.labelled(states), speech.valid.labelled(states)
-    egs = prepare_archives(train.frames, valid.frames, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder)
-    reader = EgsReader(egs)
+    """Train a network on these states in this process; return all log-likelihoods."""
+    frames, valid = speech.train.labelled(states).frames, speech.valid.labelled(states).frames
+    reader = EgsReader(prepare_archives(frames, valid, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder))
     model = build_model(settings.model, reader.info.num_inputs, reader.info.num_classes, settings.seed)
-    layout = FlatLayout.of(model)
-    layout.load(model, _train(model, reader, settings, folder))
-    model.eval()
-    prior_P = average_posterior(model, reader)
-    return computed_log_likelihoods((speech.train, speech.valid, speech.test), settings.egs, model, prior_P)
-
-
-def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folder: Path) -> npt.NDArray[np.float32]:
-    """Train with one worker in this process and return the parameters; Ctrl-C stops immediately."""
     layout = FlatLayout.of(model)
     spec = SpeechTaskSpec(settings, str(reader.directory))
     (folder / "checkpoints").mkdir()
-    store = CheckpointStore(folder / "checkpoints", layout, 1)
-    start = first_checkpoint(layout.flatten(model.state_dict()))
-    return train(spec, InProcessPool(spec, 1, 1, never), store, start, folder / "ledger.jsonl").parameters
+    end = train(spec, InProcessPool(spec, 1, 1, never), CheckpointStore(folder / "checkpoints", layout, 1),
+                first_checkpoint(layout.flatten(model.state_dict())), folder / "ledger.jsonl")
+    layout.load(model, end.parameters)
+    prior_P = average_posterior(model.eval(), reader)
+    return computed_log_likelihoods((speech.train, speech.valid, speech.test), settings.egs, model, prior_P)
 
 
 def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report, *, trust: bool = False) -> States:
     """Align all frames by the final model of a run, with the best path of every transcript.
 
-    All pronunciations and optional pauses are allowed, so the labels fit the speech better than the
-    training labels of the model.
-
-    Args:
-        config: settings of the run.
-        folder: folder of the run.
-        cache_root: folder of prepared corpora.
-        report: receives progress messages.
-        trust: import the module of a custom network.
-
-    Returns:
-        utt_id -> states of its frames.
-
-    Raises:
-        ConfigError: the corpus is spliced from labeled recordings.
+    All pronunciations and optional pauses are allowed, so the labels fit the speech better than
+    those of the training. `trust` imports the module of a custom network. Raises ConfigError if the
+    corpus is spliced from labeled recordings.
     """
     if config.data.corpus in ("digits", "fsdd"):
         raise ConfigError(f"recipe={config.data.corpus} splices its speech from labeled "
-                          "recordings, which a model of complete strings cannot align; align "
-                          f"without {option('model', '')}.")
+                          f"recordings, which a model of complete strings cannot align; align without {option('model', '')}.")
     model, prior_P = load_final(folder, trust=trust)
     tied = None
     if config.data.num_leaves or config.adaptation.lda_dim:
         # the tree and the transforms are made from the labels and the speech of the run
         data = replace(config.data, alignment=folder.alignment()) if folder.alignment() else \
             with_alignment(config, cache_root, report)
-        speech = corpus.prepare(data, config.features, cache_root, report,
-                                augment_config=config.augment)
+        speech = corpus.prepare(data, config.features, cache_root, report, augment_config=config.augment)
         features, _ = network_input(config, speech, cache_root, report)
         tied = features.language if config.data.num_leaves else None
     else:
@@ -238,14 +196,10 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
         if config.ivectors.dim:
             speech = with_ivectors(config, speech, folder.ivectors, cache_root, report)
         features = speech
-    scored = (features.train, features.valid, features.test)
-    sets = (speech.train, speech.valid, speech.test)
-    logliks = computed_log_likelihoods(scored, config.egs, model, prior_P)
-    before: States = {utt_id: pdf_T for one in sets
-                      for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
+    logliks = computed_log_likelihoods((features.train, features.valid, features.test), config.egs, model, prior_P)
     # the states of a graph of the data have separate numbers, and may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
-    done = forced_alignment.realign(speech, before, logliks, config.data.oov_word, given, tied)
+    done = forced_alignment.realign(speech, _labels(speech), logliks, config.data.oov_word, given, tied)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
     report(f"align: {counted(len(states), 'utterance')}, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")

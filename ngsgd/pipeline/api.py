@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.cluster.main_guard import require_main_guard
-from ngsgd.config import RunConfig, build, problems_of, unused
-from ngsgd.config.build import defaults, leaves, merged, paths
+from ngsgd.config import RunConfig, build
+from ngsgd.config.build import defaults, merged, paths
 from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
+from ngsgd.config.sections.cluster import kind_with
 from ngsgd.config.sections.model import FROM_PYTHON
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ArgumentError, ConfigError
 from ngsgd.pipeline.base_run import BaseRun
+from ngsgd.pipeline.recipes import require_sound
 from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
 from ngsgd.runs import trust as permission
+from ngsgd.runs.config_file import read_config
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder, find_run, resume_command
-from ngsgd.runs.saved_config import read_config
 from ngsgd.tasks.functions import name_of
+from ngsgd.training.records import Tracker
 
 # packages for progress lines, Ray, MLflow and plots
 _OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")
-# names of ngsgd.train that set several options
-_LR = ("lr", "learning_rate")
 
 
 def train(task: TaskOrFunction | None = None, *, num_workers: int | None = None, cluster: str | Mapping[str, Any] = "local",
           resume: str | Path | None = None, allow_other_bits: bool = False, trust: bool = False, quiet: bool = False,
-          services: Services | None = None, **settings: Any) -> TaskRun:
+          trackers: Sequence[Tracker | Callable[[Mapping[str, float], int], object]] = (), services: Services | None = None,
+          **settings: Any) -> TaskRun:
     """Train a model on several workers whose parameters are averaged every outer iteration.
 
-    A worker that dies is replaced, and its job is retried with a bitwise identical result. A run
-    that was stopped or killed is continued with `resume`.
-
-    Scripts need the line `if __name__ == "__main__":` before the call, as for `multiprocessing`.
+    A worker that dies is replaced, and its job is retried with a bitwise identical result. Scripts
+    need the line `if __name__ == "__main__":` before the call, as for `multiprocessing`.
 
     Args:
         task: `ngsgd.tasks.DatasetTask` or another `ngsgd.training.task.Task`, or a function that
@@ -51,13 +53,17 @@ def train(task: TaskOrFunction | None = None, *, num_workers: int | None = None,
         cluster: "local" (processes of this machine), "in_process", or "ray" (needs `pip install
             ngsgd[service]`); or the options of the cluster, such as {"kind": "local",
             "ranks_per_worker": 2}. Default: "local".
-        resume: folder or name of a run of this task to continue with its own settings. Default:
-            None, a new run.
+        resume: folder or name of a stopped or killed run of this task to continue with its own
+            settings. Default: None, a new run.
         allow_other_bits: accept workers, or a resumed run, on other processors, versions or
             kernels; results then agree up to rounding. Default: False.
         trust: import the module that the run of `resume` names, though this user did not begin that
             run here. Default: False.
         quiet: print only incidents and the result. Default: False.
+        trackers: functions of (figures, samples processed), called after each outer iteration, and
+            objects with the methods of `ngsgd.training.records.Tracker`. Default: none. One that
+            raises gets no further calls. An active run of `mlflow.start_run()` and the option
+            tracking="mlflow", "tensorboard" or "wandb" add theirs (see docs/trackers.md).
         services: replacements of progress lines, trackers and the worker pool.
         **settings: options of `ngsgd train`. Sections are mappings, such as schedule={"num_epochs":
             3}; a section with a kind also accepts its name, such as optimizer="kfac" or
@@ -83,11 +89,12 @@ def train(task: TaskOrFunction | None = None, *, num_workers: int | None = None,
             print(run.metrics["valid/loss"])
             torch.save(run.model.state_dict(), "model.pt")
     """
+    own: Any = importlib.import_module("ngsgd.launcher.trackers")
+    own.require_trackers(trackers)
     if resume is not None:
         if settings:
-            raise ConfigError("resume= continues a run with its own settings; remove "
-                              f"{', '.join(settings)}.")
-        run = _open(resume, task, services, num_workers, quiet=quiet, allow_other_bits=allow_other_bits, trust=trust)
+            raise ConfigError(f"resume= continues a run with its own settings; remove {', '.join(settings)}.")
+        run = _open(resume, task, services, num_workers, trackers, quiet=quiet, allow_other_bits=allow_other_bits, trust=trust)
     else:
         if task is None:
             raise ArgumentError("ngsgd.train got no task; pass an ngsgd.tasks.DatasetTask, a function that returns one, or "
@@ -98,7 +105,9 @@ def train(task: TaskOrFunction | None = None, *, num_workers: int | None = None,
         if config.cluster.kind == "local":
             require_main_guard()
         services = services or _services(config, quiet)
-        run = new_task_run(config, services, task, allow_other_bits=allow_other_bits)
+        if config.tracking.kind == "mlflow":
+            config = importlib.import_module("ngsgd.launcher.mlflow.store").resolved(config, services.warn)
+        run = new_task_run(config, _tracked(services, trackers), task, allow_other_bits=allow_other_bits)
     run.train()
     return run
 
@@ -130,7 +139,8 @@ def load(run: str | Path, task: TaskOrFunction | None = None, *, trust: bool = F
     folder = RunFolder.open(find_run(str(run)))
     config = read_config(folder.config)
     if trust:
-        permission.allow(config.task if config.task._target_ else config.model)
+        for module in permission.modules_of(config).values():
+            permission.allow(module)
     if config.task._target_:
         return TaskRun(config, folder, given=task)
     # imports speech recognition
@@ -139,9 +149,9 @@ def load(run: str | Path, task: TaskOrFunction | None = None, *, trust: bool = F
     return build_run(config, folder=folder)
 
 
-def _open(run: str | Path, task: TaskOrFunction | None, services: Services | None, num_workers: int | None, *, quiet: bool,
-          allow_other_bits: bool, trust: bool) -> TaskRun:
-    """Open a run to continue it, once its settings, module and numeric fingerprint are accepted."""
+def _open(run: str | Path, task: TaskOrFunction | None, services: Services | None, num_workers: int | None,
+          trackers: Sequence[Any], *, quiet: bool, allow_other_bits: bool, trust: bool) -> TaskRun:
+    """Open a run to continue it, once its settings, module and fingerprint are accepted."""
     folder = RunFolder.open(find_run(str(run), to_write=True))
     config = read_config(folder.config)
     if not config.task._target_:
@@ -151,19 +161,28 @@ def _open(run: str | Path, task: TaskOrFunction | None, services: Services | Non
         require_main_guard()
     task_spec(config, task)
     if task is None:
-        permission.require_run(folder, config.task, trust=trust)
+        permission.require_run(folder, config, trust=trust)
+    permission.require(config.optimizer, folder.config, folder.run_id, trust=trust)
     services = services or _services(config, quiet)
     fingerprint = FingerprintCheck.of_resumed_run(config, folder, services.report, allow_other_bits=allow_other_bits)
     if num_workers is not None:
         config = replace(config, cluster=replace(config.cluster, num_workers=num_workers))
-        if problems := [one.message for one in problems_of(config, [])]:
-            raise ConfigError(problems)
-    return TaskRun(config, folder, services, fingerprint, given=task)
+        require_sound(config, [], {})
+    return TaskRun(config, folder, _tracked(services, trackers), fingerprint, given=task)
+
+
+def _tracked(services: Services, trackers: Sequence[Any]) -> Services:
+    """Services that also pass all records to the trackers of the user."""
+    if not trackers:
+        return services
+    own: Any = importlib.import_module("ngsgd.launcher.trackers")
+    return replace(services, make_trackers=lambda config, folder: [
+        *own.of_user(trackers, config, folder.path, services.warn), *services.make_trackers(config, folder)])
 
 
 def _services(config: RunConfig, quiet: bool) -> Services:
     """Progress lines and, if configured, Ray and MLflow, which only the launcher has."""
-    missing = [name for name in _OF_SERVICE if importlib.util.find_spec(name) is None]
+    missing = _missing()
     if missing and (config.cluster.kind == "ray" or config.tracking.kind != "none"):
         raise ConfigError(f"{missing[0]} is not installed, which cluster=ray and tracking need; install ngsgd[service].")
     if missing:
@@ -172,26 +191,28 @@ def _services(config: RunConfig, quiet: bool) -> Services:
     return launcher.services_of(config, quiet)  # type: ignore[no-any-return]
 
 
+def _missing() -> list[str]:
+    return [name for name in _OF_SERVICE if importlib.util.find_spec(name) is None]
+
+
 def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mapping[str, Any], name: str) -> RunConfig:
     """Return a complete configuration; raise one ConfigError for all problems."""
     given, problems = _nested(settings)
     schedule = given.get("schedule", {})
-    of_cluster = {"kind": cluster} if isinstance(cluster, str) else {"kind": "local", **cluster}
+    of_cluster = {"kind": cluster} if isinstance(cluster, str) else {"kind": kind_with(cluster.get("address", "")), **cluster}
     num_jobs = total_jobs(num_workers, given.get("sites", {}).get("jobs"))
-    own = {"cluster": {"num_workers": num_workers, **of_cluster}, "tracking": {"kind": "none"},
+    # MLflow where the program has opened a run of it
+    mlflow: Any = sys.modules.get("mlflow")
+    tracking = "mlflow" if mlflow and not _missing() and mlflow.active_run() else "none"
+    own = {"cluster": {"num_workers": num_workers, **of_cluster}, "tracking": {"kind": tracking},
            "schedule": {name: num_jobs for name in ("num_jobs_initial", "num_jobs_final") if name not in schedule}}
     config, wrong = build(merged(merged(defaults(), own), given))
     config = replace(config, task=replace(config.task, _target_=FROM_PYTHON + name))
-    named = set(dict(leaves(given, "")))
-    problems += [one.message for one in problems_of(config, wrong)]
-    problems += [one.sentence for one in unused(config) if one.path in named]
-    if problems:
-        raise ConfigError(problems)
+    require_sound(config, wrong, given, problems)
     return config
 
 
 def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert the settings of `ngsgd.train` to sections."""
     sections = {spec.name: getattr(RunConfig(), spec.name) for spec in fields(RunConfig)}
     by_name = {path.rpartition(".")[2]: path for path in reversed(paths()) if not of_speech(path)}
     found: dict[str, Any] = {}
@@ -203,7 +224,7 @@ def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     rates = ("lr_initial", "lr_final") if lr_schedule in (None, "exponential") else ("lr_initial",)
     for name, value in settings.items():
         section = sections.get(name)
-        if name in _LR:
+        if name in ("lr", "learning_rate"):
             layer: dict[str, Any] = {"schedule": dict.fromkeys(rates, value)}
         elif is_dataclass(section):
             layer = {name: dict(value) if isinstance(value, Mapping) else {"kind": value}}
@@ -220,3 +241,26 @@ def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         found = merged(found, layer)
     return found, problems
+
+
+def require_main_guard() -> None:
+    """Raise ConfigError if the running script, which workers import, has no main guard."""
+    main = sys.modules["__main__"]
+    name, path = getattr(getattr(main, "__spec__", None), "name", ""), getattr(main, "__file__", None)
+    frame = inspect.currentframe()
+    while frame and not (frame.f_globals is main.__dict__ and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
+    # multiprocessing imports no notebook, no `python -c` and no __main__ module of a package
+    if frame is None or path is None or name.rpartition(".")[2] == "__main__":
+        return
+    try:
+        body = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return
+    for statement in body:
+        tests = ast.walk(statement.test) if isinstance(statement, ast.If) else ()
+        if statement.lineno <= frame.f_lineno and any(isinstance(one, ast.Name) and one.id == "__name__" for one in tests):
+            return
+    raise ConfigError(f"{path}, line {frame.f_lineno}, starts workers, and each worker imports this file and would start "
+                      "workers again. Move the lines that start the training into a function main(), and end the file with:\n\n"
+                      'if __name__ == "__main__":\n    main()\n')

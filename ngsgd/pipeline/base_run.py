@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,11 +30,9 @@ from ngsgd.runs.run_folder import RunFolder, resume_command
 from ngsgd.runs.verification import Request, verify_run
 from ngsgd.schedules import Schedule
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
-from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.records import FinalReport, Incident, Tracker, Trackers
-from ngsgd.training.settings import EngineSettings
+from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, Tracker, Trackers
 from ngsgd.training.sites.rounds import Rounds, open_exchange
 from ngsgd.training.sites.site_average import SiteAverage, SiteClock
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
@@ -44,6 +42,10 @@ from ngsgd.training.storage.lock import RunLock
 from ngsgd.training.task import Task, TaskSpec, seeded_model
 from ngsgd.training.verification.repetition import Verification
 from ngsgd.training.worker_pool import WorkerPool
+
+# the report's red limit; good recipes begin with shares up to 0.65
+_TOO_MANY_CLIPPED = 0.9
+_IN_A_ROW = 2
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,7 @@ class Training:
     latest: Checkpoint | None
     trackers: Trackers
     events: EventLog
-    # damaged checkpoints that are newer than `latest`
-    skipped: Sequence[Incident]
+    skipped: Sequence[Incident]  # damaged checkpoints that are newer than `latest`
 
 
 class BaseRun(ABC):
@@ -88,12 +89,7 @@ class BaseRun(ABC):
     def train(self) -> FinalReport:
         """Train from the last checkpoint to the end, and write the final model.
 
-        Returns:
-            The final report.
-
-        Raises:
-            RunInterrupted: a stop was requested.
-            NgsgdError: the run cannot continue.
+        Raises RunInterrupted if a stop was requested, and NgsgdError if the run cannot continue.
         """
         with self._training() as training:
             end = self._iterate(training)
@@ -110,8 +106,7 @@ class BaseRun(ABC):
     def verify(self, request: Request) -> Verification:
         """Repeat jobs of the run, which must not be training, and compare them with its ledger.
 
-        Raises:
-            CheckpointError: no job can be repeated.
+        Raises CheckpointError if no job can be repeated.
         """
         with self.folder.locked("verify", self.services.warn), self._checked().in_effect():
             spec = self._spec()
@@ -127,8 +122,6 @@ class BaseRun(ABC):
     @abstractmethod
     def metrics(self) -> dict[str, Any]:
         """Scores of the final model, by name."""
-
-    # Abstract steps -------------------------------------------------------------------------------
 
     @abstractmethod
     def _spec(self) -> TaskSpec:
@@ -149,8 +142,6 @@ class BaseRun(ABC):
     def _initial_parameters(self, task: Task) -> Vector:
         model = seeded_model(task, self.config.seed)
         return FlatLayout.of(model).flatten(model.state_dict())
-
-    # Steps of train -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[Training]:
@@ -182,8 +173,7 @@ class BaseRun(ABC):
 
     @contextlib.contextmanager
     def _errors(self, events: EventLog | None = None) -> Iterator[None]:
-        """Record an error in the run folder; interrupts and errors of the disk become one message.
-        """
+        """Record an error in the run folder; name the next step after interrupts and full disks."""
         resume = resume_command(self.config.task, self.folder.path)
         signal_name = partial(getattr, self.services.stop, "signal_name", "")
         with self.folder.error_recorded(signal_name, events.failed if events else lambda _about: None):
@@ -213,8 +203,7 @@ class BaseRun(ABC):
             self.services.report(line)
         layout = FlatLayout.of(model)
         checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
-                                      self._kept_models(task, schedule), lock, keeps_jobs=config.checkpoint.job_states,
-                                      jobs_interval=config.job_states_interval)
+                                      self._kept_models(task, schedule), lock, jobs_interval=config.job_states_interval)
         latest, problems = checkpoints.latest()
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model
@@ -243,17 +232,19 @@ class BaseRun(ABC):
                         skipped)
 
     def _iterate(self, training: Training) -> Checkpoint:
-        """Run the remaining outer iterations on the workers that the services provide."""
         config, folder, services, spec = self.config, self.folder, self.services, training.spec
         fingerprint = self._checked()
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
+        if training.latest is None:
+            start = first_checkpoint(self._initial_parameters(training.task))
+        else:
+            start = training.latest
+            services.report(f"continuing after outer iteration {start.progress.outer_iter + 1}")
         # the model, at most two buffers of the outer optimizer, and a moving average
-        start = self._start(training)
         num_vectors = 1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)
         if config.jobs_keep_state:
-            if config.checkpoint.job_states:
-                num_vectors += 1 + config.schedule.num_jobs_final
+            num_vectors += 1 + config.schedule.num_jobs_final
             if training.latest and not start.has_jobs:
                 services.warn("the checkpoint has no state of the jobs, which start from the model again; results are not bitwise "
                               "identical to those of an uninterrupted run")
@@ -269,11 +260,9 @@ class BaseRun(ABC):
             services.report(Phase(f"training: outer iteration {start.progress.outer_iter + 2}"))
             fingerprint.keep(start.progress.outer_iter + 1)
             for line in fingerprint.differences:
-                training.trackers.incident(Incident("other_bits", "results are not bitwise "
-                                                                  "identical from here on, as was "
-                                                                  f"allowed: {line}",
-                                                    start.progress.outer_iter + 1,
-                                                    elapsed_s=start.progress.elapsed_s))
+                message = f"results are not bitwise identical from here on, as was allowed: {line}"
+                training.trackers.incident(Incident(
+                    "other_bits", message, start.progress.outer_iter + 1, elapsed_s=start.progress.elapsed_s))
 
         return train(spec, pool, training.checkpoints, start, folder.ledger,
                      tracker=training.trackers, stop=_StopOf(services.stop, training.checkpoints.lock),
@@ -285,19 +274,9 @@ class BaseRun(ABC):
                                                                                  allow_other_bits=False)
         return self._fingerprint
 
-    def _start(self, training: Training) -> Checkpoint:
-        if training.latest is None:
-            return first_checkpoint(self._initial_parameters(training.task))
-        self.services.report("continuing after outer iteration "
-                             f"{training.latest.progress.outer_iter + 1}")
-        return training.latest
-
-
-# The engine ---------------------------------------------------------------------------------------
 
 def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint,
-          ledger: Path, *,
-          tracker: Tracker | None = None, stop: StopSignal | None = None,
+          ledger: Path, *, tracker: Tracker | None = None, stop: StopSignal | None = None,
           clock: Callable[[], float] = time.monotonic, report: Callable[[str], object] = lambda _line: None,
           on_start: Callable[[], None] = lambda: None,
           catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext) -> Checkpoint:
@@ -323,28 +302,20 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
         pool.start()
         on_start()
         schedule, control = task.shards().schedule(settings.schedule), RunControl(stop or NeverStop(), clock, report)
-        coordinator = Coordinator(
-            task, seeded_model(task, settings.seed), schedule,
-            pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings, control,
-            _sites(settings, checkpoints, schedule.num_outer_iters, control))
+        model = seeded_model(task, settings.seed)
+        sites = None
+        if settings.sites.jobs:
+            layout, run = checkpoints.layout, checkpoints.directory.parent.name
+            rounds = Rounds(open_exchange(settings.sites.exchange, layout.size))
+            sites = SiteAverage(rounds, settings, layout, schedule.num_outer_iters, run, SiteClock(control.stop, control.clock))
+        coordinator = Coordinator(task, model, schedule, pool, RunStorage(checkpoints, written, tracker or Trackers([])),
+                                  settings, control, sites)
         with catch_signals():
             return coordinator.train(start)
     finally:
         written.close()
         pool.close()
 
-
-def _sites(settings: EngineSettings, checkpoints: CheckpointStore, num_outer_iters: int, control: RunControl) -> SiteAverage | None:
-    """The averages over sites; None for a run of one site."""
-    if not settings.sites.jobs:
-        return None
-    rounds = Rounds(open_exchange(settings.sites.exchange, checkpoints.layout.size))
-    # the name of the run folder
-    run = checkpoints.directory.parent.name
-    return SiteAverage(rounds, settings, checkpoints.layout, num_outer_iters, run, SiteClock(control.stop, control.clock))
-
-
-# A table of the model -----------------------------------------------------------------------------
 
 # longer tables list the top-level modules only
 _MAX_ROWS = 20
@@ -354,17 +325,16 @@ def summary(model: nn.Module) -> list[str]:
     """List the modules that own parameters: name, type, shape of the largest parameter, number of
     parameters.
 
-    Args:
-        model: any module. Parameters shared by several modules count once.
-
-    Returns:
-        A line with the totals, then one line per module; in models with more than 20 such modules,
-        one line per top-level module.
+    The first line has the totals. Parameters shared by several modules count once. Models with more
+    than 20 such modules have one line per top-level module.
 
     Example:
         >>> summary(nn.Sequential(nn.Linear(3, 2)))
         ['model: 8 parameters', '  0  Linear  2 x 3  8']
     """
+    def count(parameters: Iterable[nn.Parameter]) -> str:
+        return f"{sum(one.numel() for one in parameters):,}"
+
     seen: set[nn.Parameter] = set()
     rows = []
     for name, module in model.named_modules():
@@ -372,15 +342,14 @@ def summary(model: nn.Module) -> list[str]:
         seen.update(own)
         if own:
             largest = max(own, key=nn.Parameter.numel)
-            rows.append((name or "(model)", _public_name(type(module)), " x ".join(map(str, largest.shape)), _count(own)))
+            rows.append((name or "(model)", _public_name(type(module)), " x ".join(map(str, largest.shape)), count(own)))
     if len(rows) > _MAX_ROWS:
-        rows = [(name, _public_name(type(module)), "", _count(list(module.parameters())))
+        rows = [(name, _public_name(type(module)), "", count(module.parameters()))
                 for name, module in model.named_children() if any(True for _ in module.parameters())][:_MAX_ROWS]
-    fixed = sum(one.numel() for one in seen if not one.requires_grad)
-    total = f"model: {sum(one.numel() for one in seen):,} parameters{f', {fixed:,} of them fixed' if fixed else ''}"
-    widths = [max(len(row[column]) for row in rows) for column in range(4)] if rows else []
-    return [total, *("  " + "  ".join([*(f"{cell:{width}}" for cell, width in zip(row[:3], widths, strict=False)),
-                                       f"{row[3]:>{widths[3]}}"]) for row in rows)]
+    fixed = [one for one in seen if not one.requires_grad]
+    total = f"model: {count(seen)} parameters{f', {count(fixed)} of them fixed' if fixed else ''}"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [total, *("  " + "  ".join([*map(str.ljust, row[:3], widths), row[3].rjust(widths[3])]) for row in rows)]
 
 
 def _public_name(kind: type[nn.Module]) -> str:
@@ -390,5 +359,19 @@ def _public_name(kind: type[nn.Module]) -> str:
     return next((base.__name__ for base in kind.__mro__ if hasattr(nn, base.__name__)), kind.__name__)
 
 
-def _count(parameters: list[nn.Parameter]) -> str:
-    return f"{sum(one.numel() for one in parameters):,}"
+class ClippedUpdates(Tracker):
+    """A tracker that warns once after two outer iterations with nearly all updates shortened."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._num_in_a_row = 0
+        self._has_warned = False
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        share = max(record.max_change_share, record.max_param_change_share)
+        self._num_in_a_row = self._num_in_a_row + 1 if share > _TOO_MANY_CLIPPED else 0
+        if self._num_in_a_row == _IN_A_ROW and not self._has_warned:
+            self._has_warned = True
+            self._warn(f"optimizer.max_change shortened {share:.0%} of the updates of outer iteration {record.outer_iter + 1}, so "
+                       "the learning rate has no effect; lower lr (schedule.lr_initial and lr_final), or raise "
+                       "optimizer.max_change (0: no limit)")

@@ -22,17 +22,17 @@ import numpy as np
 from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
-from ngsgd.config import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, SitesConfig
+from ngsgd.config import DataConfig, ObjectiveConfig, RunConfig, SitesConfig
 from ngsgd.errors import RunInterrupted
 from ngsgd.files import cache_name, sha256
-from ngsgd.models import custom
+from ngsgd.models import build
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input, read
 from ngsgd.pipeline.align import cache_folder, label, with_alignment
 from ngsgd.pipeline.base_run import BaseRun
 from ngsgd.pipeline.score import word_errors
 from ngsgd.pipeline.services import Report, Services
-from ngsgd.runs.run_folder import RunFolder, folder_of_model, run_to_continue
+from ngsgd.runs.run_folder import Place, RunFolder, folder_of_model, run_to_continue
 from ngsgd.runs.rungs import Errors, Rung, Stopwatch, stored
 from ngsgd.training.records import FinalReport, Trackers
 from ngsgd.word_errors import WordErrors
@@ -43,8 +43,7 @@ _VERSION = 2
 _EPOCHS = 2 / 3
 _LDA_DIM = 40
 # sections that determine a network; its data are known by their digest
-_DECIDES = ("seed", "adaptation", "augment", "ivectors", "egs", "model", "optimizer", "schedule",
-            "outer", "combination")
+_DECIDES = ("seed", "adaptation", "augment", "ivectors", "egs", "model", "optimizer", "schedule", "outer", "combination")
 
 BuildRun = Callable[..., BaseRun]
 
@@ -53,32 +52,25 @@ def with_rungs(config: RunConfig) -> RunConfig:
     """Return the configuration with the settings that data.labels=ladder stands for.
 
     Settings other than 0 keep their values. Labels from a file, a graph with its own states, and
-    i-vectors exclude the ladder, so that recipes for own data can ask for it. Copies at three
-    speeds are Kaldi's default for small corpora.
+    i-vectors exclude the ladder, so that recipes for own data can ask for it.
     """
-    data, adaptation, full = config.data, config.adaptation, config.align.num_full_passes
+    data, adaptation, augment = config.data, config.adaptation, config.augment
     is_excluded = data.graph or config.ivectors.dim or data.alignment not in ("", "flat")
     if data.labels != "ladder" or is_excluded:
         return config
     if not adaptation.lda_dim:
         adaptation = replace(adaptation, lda_dim=_LDA_DIM, fmllr=True)
-    augment = config.augment
     if config.features.kind != "given" and not augment.changes_audio:
+        # Kaldi's default for small corpora
         augment = replace(augment, speed="all")
-    return replace(config, adaptation=adaptation, augment=augment,
-                   data=replace(data, num_leaves=data.num_leaves or -1),
-                   align=replace(config.align, num_full_passes=full or 1))
+    return replace(config, adaptation=adaptation, augment=augment, data=replace(data, num_leaves=data.num_leaves or -1),
+                   align=replace(config.align, num_full_passes=config.align.num_full_passes or 1))
 
 
 class Ladder:
-    """The labels of a run, by the rungs below its own network.
+    """The labels of a run, by the rungs below its own network; `rungs` are the finished ones.
 
-    Args:
-        services: workers and progress of the run.
-        build_run: `ngsgd.pipeline.run.build_run`, which uses this class.
-
-    Attributes:
-        rungs: finished rungs, in their order.
+    `build_run` is that of `ngsgd.pipeline.run`, which uses this class.
     """
 
     def __init__(self, services: Services, build_run: BuildRun) -> None:
@@ -88,8 +80,7 @@ class Ladder:
     def labels(self, config: RunConfig, cache_root: Path, report: Report) -> DataConfig:
         """Return the data settings with the file of labels.
 
-        Raises:
-            RunInterrupted: a stop was requested in a first network; the same command continues.
+        Raises RunInterrupted for a stop in a first network; the same command continues.
         """
         climbs = config.align.num_full_passes > 0
         if climbs and config.init_model and (known := RunFolder(folder_of_model(config.init_model)).alignment()):
@@ -105,21 +96,33 @@ class Ladder:
     def _realigned(self, config: RunConfig, data: DataConfig, cache_root: Path) -> Path:
         """The file of labels by a network that is trained on the labels of `data`."""
         report, watch = self._services.report, Stopwatch("tied states and adapted features")
-        network = _settings(config, data, cache_root)
-        corpus = corpora.prepare(data, config.features, cache_root, report,
-                                 augment_config=config.augment)
+        network = replace(
+            config, output_dir=str(cache_root / "networks"), init_model="",
+            data=replace(data, cache_dir=str(cache_root), labels="one_step"),
+            align=replace(config.align, num_full_passes=0), objective=ObjectiveConfig(),
+            sites=SitesConfig(), tracking=replace(config.tracking, kind="none"),
+            schedule=replace(config.schedule, num_epochs=_EPOCHS * config.schedule.num_epochs),
+            decode=replace(config.decode, oracle=False, lattices=False))
+        corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
         corpus, adaptation = network_input(network, corpus, cache_root, report)
         if adaptation:
             if not stored(adaptation):
-                watch.stored(adaptation, _errors_of_mixtures(config, corpus, adaptation))
+                errors: Errors = (None, None)
+                # those that the transforms were estimated with, as of Kaldi's tri3
+                mixtures = read(adaptation, corpus.num_pdfs).adapted
+                if mixtures is not None:
+                    errors = word_errors(corpus, config.decode, {
+                        utt_id: mixtures.log_likelihood(x_TD.astype(np.float64))
+                        for one in (corpus.valid, corpus.test) for utt_id, x_TD
+                        in zip(one.frames.utt_ids, one.split_features(), strict=True)})
+                watch.stored(adaptation, errors)
             self._reached(adaptation)
         name = network_name(network, corpus)
         labels = cache_root / f"ali-{name}.npz"
         if not labels.exists():
             watch = Stopwatch("first network")
             scores = self._trained_and_realigned(replace(network, name=name), labels)
-            errors = (WordErrors.of_json(scores["valid"]), WordErrors.of_json(scores["test"]))
-            watch.stored(labels, errors)
+            watch.stored(labels, (WordErrors.of_json(scores["valid"]), WordErrors.of_json(scores["test"])))
         self._reached(labels)
         return labels
 
@@ -133,7 +136,7 @@ class Ladder:
         self._services.report(Phase("first network"))
         begun = run_to_continue(network)
         trackers = self._services.make_trackers
-        services = replace(self._services, begin=lambda _config: None,
+        services = replace(self._services, begin=lambda _config: None, place=Place(),
                            make_trackers=lambda *of_run: [_WithoutResult(trackers(*of_run))])
         try:
             run = self._build_run(network, services, folder=RunFolder(begun) if begun else None)
@@ -142,49 +145,20 @@ class Ladder:
                 # the pool of the network ended the Ray that was begun for the run
                 self._services.begin(network)
         except RunInterrupted as stop:
-            raise RunInterrupted("stopped in the first network of the ladder; the same command "
-                                 "continues there.") from stop
+            raise RunInterrupted("stopped in the first network of the ladder; the same command continues there.") from stop
         self._services.report(Phase("first network: realignment"))
-        alignments.write(labels, label(network, run.folder, cache_folder(network),
-                                       self._services.report))
+        alignments.write(labels, label(network, run.folder, cache_folder(network), self._services.report))
         return run.metrics
-
-
-def _errors_of_mixtures(config: RunConfig, corpus: Corpus, adaptation: Path) -> Errors:
-    """Errors of the mixtures that the transforms were estimated with, as of Kaldi's tri3."""
-    mixtures = read(adaptation, corpus.num_pdfs).adapted
-    if mixtures is None:
-        return None, None
-    return word_errors(corpus, config.decode, {
-        utt_id: mixtures.log_likelihood(x_TD.astype(np.float64))
-        for one in (corpus.valid, corpus.test)
-        for utt_id, x_TD in zip(one.frames.utt_ids, one.split_features(), strict=True)})
-
-
-def _settings(config: RunConfig, data: DataConfig, cache_root: Path) -> RunConfig:
-    """Settings of a network that realigns."""
-    return replace(
-        config, output_dir=str(cache_root / "networks"), init_model="",
-        data=replace(data, cache_dir=str(cache_root), labels="one_step"),
-        align=replace(config.align, num_full_passes=0),
-        objective=ObjectiveConfig(), sites=SitesConfig(),
-        schedule=replace(config.schedule, num_epochs=_EPOCHS * config.schedule.num_epochs),
-        decode=replace(config.decode, oracle=False, lattices=False),
-        tracking=replace(config.tracking, kind="none"))
 
 
 def network_name(network: RunConfig, corpus: Corpus) -> str:
     """Name of a network that realigns the corpus, and of its labels."""
     settings = {name: value for name, value in asdict(network).items() if name in _DECIDES}
+    # of a custom network
+    path = inspect.getsourcefile(build.find_custom(network.model)) if network.model._target_ else None
     return cache_name("network", version=_VERSION, corpus=corpus.digest, settings=settings,
-                      oov_word=network.data.oov_word, code=_code(network.model),
+                      oov_word=network.data.oov_word, code=sha256(Path(path)) if path else "",
                       precision=network.cluster.precision, compression=network.cluster.compression)
-
-
-def _code(config: ModelConfig) -> str:
-    """Digest of the source file of a custom network; empty for a network of this package."""
-    path = inspect.getsourcefile(custom.find(config)) if config._target_ else None
-    return sha256(Path(path)) if path else ""
 
 
 class _WithoutResult(Trackers):

@@ -38,12 +38,9 @@ class PreparedData:
     unadapted: Mapping[str, npt.NDArray[np.float32]]
     egs_directory: Path
     cache_root: Path
-    # of i-vectors
-    extractor: Path | None = None
-    # LDA, MLLT and fMLLR
-    adaptation: Path | None = None
-    # file of the labels; empty for those of the corpus
-    alignment: str = ""
+    extractor: Path | None = None  # of i-vectors
+    adaptation: Path | None = None  # LDA, MLLT and fMLLR
+    alignment: str = ""  # file of the labels; empty for those of the corpus
     rungs: tuple[Rung, ...] = ()
 
 
@@ -91,25 +88,18 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
 def with_local_source(data: DataConfig, report: Callable[[str], object]) -> DataConfig:
     """Copy `data.source` if it is a URL, and return settings with paths of the copy.
 
-    Other options whose values are below that URL name files of the copy, too.
-
-    Args:
-        data: the section `data`.
-        report: receives one line if files are copied.
-
-    Raises:
-        DataError, ObjectStorageError: the files cannot be copied.
+    Other options whose values are below that URL name files of the copy, too. Raises DataError and
+    ObjectStorageError if the files cannot be copied.
     """
     url = data.source.rstrip("/")
     if not is_url(url):
         return data
     folder = mirrored(ObjectStore(url), report)
-    return replace(data, **{name: _local(value, url, folder) for name, value in asdict(data).items()})
 
-
-def _local(value: Any, url: str, folder: Path) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_local(one, url, folder) for one in value)
-    if not isinstance(value, str) or f"{value.rstrip('/')}/"[:len(url) + 1] != f"{url}/":
-        return value
-    return str(folder / value[len(url):].strip("/"))
+    def local(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(map(local, value))
+        if not isinstance(value, str) or not f"{value.rstrip('/')}/".startswith(f"{url}/"):
+            return value
+        return str(folder / value[len(url):].strip("/"))
+    return replace(data, **{name: local(value) for name, value in asdict(data).items()})

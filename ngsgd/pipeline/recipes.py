@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.config import RunConfig, build, problems_of, unused, with_kinds
+from ngsgd.config import Problem, RunConfig, build, problems_of, unused, with_kinds
 from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
@@ -18,14 +18,11 @@ _CONF = Path(__file__).resolve().parents[1] / "conf"
 def recipe(name: str, **settings: Any) -> RunConfig:
     """Return the configuration of a recipe with settings on top, like `ngsgd train recipe=NAME`.
 
-    Workers are processes of this machine (cluster.kind=local), and tracking is off.
+    Tracking is off.
 
     Args:
         name: a file of conf/recipe, such as "yesno".
         **settings: values of the configuration; those of a section as a mapping.
-
-    Returns:
-        The complete configuration.
 
     Raises:
         ConfigError: all problems of the settings at once.
@@ -34,20 +31,37 @@ def recipe(name: str, **settings: Any) -> RunConfig:
         >>> recipe("yesno", data={"source": "waves_yesno.tar.gz"}, seed=1).seed
         1
     """
-    written = _read(name)
+    import yaml
+
+    folder = _CONF / "recipe"
+    known = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in known:
+        raise ConfigError(f"{name} is not a recipe; choose one of {', '.join(known)}.")
+    written = dict(yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8")))
+    # references of the recipe
+    source = str(settings.get("data", {}).get("source", ""))
+    for section in written.values():
+        for key, value in section.items():
+            if isinstance(value, str):
+                section[key] = value.replace("${data.source}", source)
     values = defaults()
-    values["cluster"]["kind"], values["tracking"]["kind"] = "local", "none"
+    values["tracking"]["kind"] = "none"
     given = _plain(settings)
-    for layer in (_resolved(written, settings), with_kinds(given)):
-        values = merged(values, layer)
-    config, wrong = build(values)
-    config = _with_jobs(config, given)
-    paths = set(dict(leaves(given, "")))
-    problems = [one.message for one in problems_of(config, wrong)]
-    problems += [setting.sentence for setting in unused(config) if setting.path in paths]
+    config, wrong = build(merged(merged(values, written), with_kinds(given)))
+    num_jobs = total_jobs(config.cluster.num_workers, config.sites.jobs)
+    jobs = {name: num_jobs for name in ("num_jobs_initial", "num_jobs_final") if name not in given.get("schedule", {})}
+    config = replace(config, schedule=replace(config.schedule, **jobs))
+    require_sound(config, wrong, given)
+    return config
+
+
+def require_sound(config: RunConfig, wrong: Sequence[Problem], given: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Raise one ConfigError for wrong values and options of `given` without effect."""
+    named = set(dict(leaves(given, "")))
+    problems = [*others, *(one.message for one in problems_of(config, wrong)),
+                *(one.sentence for one in unused(config) if one.path in named)]
     if problems:
         raise ConfigError(problems)
-    return config
 
 
 def expected_wer(name: str) -> dict[str, float]:
@@ -57,37 +71,6 @@ def expected_wer(name: str) -> dict[str, float]:
     return dict(yaml.safe_load((_CONF / "expected_wer.yaml").read_text(encoding="utf-8")).get(name, {}))
 
 
-def _read(name: str) -> dict[str, Any]:
-    import yaml
-
-    folder = _CONF / "recipe"
-    known = sorted(file.stem for file in folder.glob("*.yaml"))
-    if name not in known:
-        raise ConfigError(f"{name} is not a recipe; choose one of {', '.join(known)}.")
-    return dict(yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8")))
-
-
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert paths in settings to strings."""
     return {name: _plain(value) if isinstance(value, Mapping) else str(value) if isinstance(value, Path) else value
             for name, value in settings.items()}
-
-
-def _resolved(written: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve references of the recipe to data.source."""
-    source = str(settings.get("data", {}).get("source", ""))
-    for section in written.values():
-        for name, value in section.items():
-            if isinstance(value, str):
-                section[name] = value.replace("${data.source}", source)
-    return written
-
-
-def _with_jobs(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Set the default number of jobs, unless it is given."""
-    given, schedule = settings.get("schedule", {}), config.schedule
-    num_jobs = total_jobs(config.cluster.num_workers, config.sites.jobs)
-    return replace(config, schedule=replace(
-        schedule,
-        num_jobs_initial=schedule.num_jobs_initial if "num_jobs_initial" in given else num_jobs,
-        num_jobs_final=schedule.num_jobs_final if "num_jobs_final" in given else num_jobs))

@@ -15,7 +15,7 @@ from torch import nn
 from ngsgd.asr.align.forced_alignment import Computed, Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode import evaluation, scoring, tuning
-from ngsgd.asr.decode.decoding import Search, write_lattices
+from ngsgd.asr.decode.decoding import LATTICE_BEAM, Search, write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, scores_as_text, tune_and_decode, utterance_scores
 from ngsgd.asr.decode.scoring import by_speaker, write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.lang import graphs, ngram
@@ -45,12 +45,16 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
                              test_logliks=logliks["test"], report=report)
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in held_out.items()}
     speakers = by_speaker(result.per_utterance, corpus.test.speakers)
-    about = {**asdict(result.setting), "language_model": _language_model(config, corpus), "calibration": asdict(result.calibration),
-             "valid": asdict(result.valid), "test": asdict(result.test),
-             "test_interval_95": asdict(result.test_interval),
+    oracle = {}
+    if result.oracle:
+        # as in RESULTS of Kaldi: the weights are tuned on the test set itself
+        setting, errors = result.oracle
+        oracle["oracle_on_test_as_in_kaldi"] = {**asdict(setting), "errors": asdict(errors)}
+    about = {**asdict(result.setting), "language_model": _language_model(config, corpus),
+             "calibration": asdict(result.calibration), "valid": asdict(result.valid),
+             "test": asdict(result.test), "test_interval_95": asdict(result.test_interval),
              "test_by_speaker": {name: asdict(errors) for name, errors in speakers.items()},
-             **_oracle(result),
-             "frames": {name: asdict(score) for name, score in frames.items() if score},
+             **oracle, "frames": {name: asdict(score) for name, score in frames.items() if score},
              "sweep_on_valid": [{**asdict(setting), "errors": asdict(errors)} for setting, errors in result.sweep]}
     report(Phase("writing the results of decoding"))
     with new_directory(folder.decode) as temporary:
@@ -63,7 +67,7 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
         if config.decode.lattices:
             search = Search(result.setting.acoustic_scale, config.decode.beam, config.decode.max_active)
             write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"],
-                           search, lattice_beam=config.decode.lattice_beam)
+                           search, lattice_beam=LATTICE_BEAM)
         write_text(temporary / "wer.json", json.dumps(about, indent=1))
     return result
 
@@ -77,8 +81,7 @@ def _language_model(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
         return {"kind": "uniform", "num_words": len(language.topology.words)}
     model = ngram.parse(language.arpa)
     perplexity, num_unknown = model.perplexity(corpus.test.texts)
-    return {"kind": f"{model.order}-gram", "perplexity_on_test": round(perplexity, 2),
-            "num_unknown_words_in_test": num_unknown}
+    return {"kind": f"{model.order}-gram", "perplexity_on_test": round(perplexity, 2), "num_unknown_words_in_test": num_unknown}
 
 
 def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
@@ -90,14 +93,6 @@ def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
 
 def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
     return {"valid": corpus.valid, "test": corpus.test}
-
-
-def _oracle(result: DecodingResult) -> dict[str, object]:
-    """Oracle result, as in RESULTS of Kaldi: the weights are tuned on the test set itself."""
-    if result.oracle is None:
-        return {}
-    setting, errors = result.oracle
-    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": asdict(errors)}}
 
 
 def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
@@ -128,8 +123,7 @@ def _log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
 def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: nn.Module,
                              prior_P: npt.NDArray[np.float64]) -> Scores:
     """Return `log_likelihoods` by the names of the utterances; they are computed when read."""
-    place = {utt_id: (speech, u) for speech in sets
-             for u, utt_id in enumerate(speech.frames.utt_ids)}
+    place = {utt_id: (speech, u) for speech in sets for u, utt_id in enumerate(speech.frames.utt_ids)}
 
     def compute(utt_id: str) -> npt.NDArray[np.float32]:
         speech, u = place[utt_id]
@@ -138,24 +132,15 @@ def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: n
     return Computed(list(place), compute)
 
 
-def word_errors(corpus: Corpus, config: DecodeConfig,
-                logliks: Mapping[str, npt.NDArray[np.float32]]) -> Errors:
-    """Decode valid and test with some of the scales and penalties, chosen on valid.
+def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Mapping[str, npt.NDArray[np.float32]]) -> Errors:
+    """Return the errors on valid and test with some of the scales and penalties, chosen on valid.
 
-    Args:
-        corpus: the speech; its language names the states.
-        config: the section `decode`.
-        logliks: T x P scores of each utterance of valid and test, by its name.
-
-    Returns:
-        The errors on valid and on test.
+    `logliks` has the T x P scores of each utterance of both, by its name.
     """
     language, valid, test = corpus.language, corpus.valid, corpus.test
-    coarse = replace(config, acoustic_scales=config.acoustic_scales[::_STEP],
-                     word_penalties=config.word_penalties[::_STEP])
+    coarse = replace(config, acoustic_scales=config.acoustic_scales[::_STEP], word_penalties=config.word_penalties[::_STEP])
     graph = evaluation.build_graph(language, coarse)
-    of_valid, of_test = ([logliks[utt_id] for utt_id in one.frames.utt_ids]
-                         for one in (valid, test))
+    of_valid, of_test = ([logliks[utt_id] for utt_id in one.frames.utt_ids] for one in (valid, test))
     weights, errors = tuning.choose(evaluation.sweep(
         graph, coarse, valid.texts, valid.frames.utt_ids, of_valid, language.num_pdfs))
     said = evaluation.decode_set(graphs.with_word_penalty(graph, weights.word_penalty), coarse,

@@ -14,7 +14,7 @@ from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import Place, RunFolder
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.records import Tracker
 from ngsgd.training.task import TaskSpec
@@ -30,15 +30,11 @@ class PoolRequest:
     spec: TaskSpec
     num_threads: int                       # per worker
     num_parameters: int
-    # for the output of worker processes
-    log_directory: Path
-    # numeric fingerprint required of every worker
-    agreement: Agreement
+    log_directory: Path  # for the output of worker processes
+    agreement: Agreement  # numeric fingerprint required of every worker
     should_stop: Callable[[], bool]
-    # receives progress lines
-    report: Report
-    # that every worker reads
-    folders: Sequence[Path] = ()
+    report: Report  # receives progress lines
+    folders: Sequence[Path] = ()  # that every worker reads
 
 
 def local_pool(request: PoolRequest) -> WorkerPool:
@@ -59,19 +55,19 @@ def local_pool(request: PoolRequest) -> WorkerPool:
 class Services:
     """Injected parts of a run; with the defaults a run is silent and stays on this machine."""
 
-    # receives progress of the preparation, line by line
-    report: Report = lambda _line: None
+    report: Report = lambda _line: None  # receives progress of the preparation, line by line
     warn: Report = lambda _line: None
     # called after the settings are checked and before data are prepared: workers may start
     # meanwhile
     begin: Callable[[RunConfig], None] = lambda _config: None
     make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
-    # type of the workers for a line of progress; empty: cluster.kind
-    workers: str = ""
+    workers: str = ""  # type of the workers for a line of progress; empty: cluster.kind
     make_trackers: Callable[[RunConfig, RunFolder], Sequence[Tracker]] = lambda _config, _folder: ()
     stop: StopSignal = field(default_factory=NeverStop)
     # active while outer iterations run; Ctrl-C raises KeyboardInterrupt outside of it
     catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext
     # plots the learning curve from events.jsonl
     plot: Callable[[Path, Path], None] = lambda _events, _picture: None
+    # folder and further files of a new run
+    place: Place = field(default_factory=Place)
     clock: Callable[[], float] = time.monotonic

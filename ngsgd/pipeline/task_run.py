@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,8 +22,9 @@ from ngsgd.errors import CheckpointError, ConfigError, NgsgdError
 from ngsgd.files import read_json, write_text
 from ngsgd.phase import Phase
 from ngsgd.pipeline.base_run import BaseRun, Training
-from ngsgd.pipeline.combination import Candidate, candidates, running_mean
+from ngsgd.pipeline.combination.models import kept_models, kept_outer_iters, running_mean
 from ngsgd.pipeline.services import Services
+from ngsgd.preconditioners.methods.torch_optimizers import require_optimizer
 from ngsgd.runs import trust as permission
 from ngsgd.runs.config_file import to_yaml
 from ngsgd.runs.final_model import check_final, write_final
@@ -44,42 +43,24 @@ TaskOrFunction = Task | Callable[[], Task]
 
 def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | None = None, *,
                  allow_other_bits: bool = False) -> TaskRun:
-    """Check the task, and create the folder of a run.
+    """Check the task, and create the folder of a run; raise ConfigError for a wrong one.
 
-    Args:
-        config: complete configuration; `task._target_` names the task.
-        services: trackers, worker pool and so on.
-        given: a task, or a function that returns one, from a Python program.
-        allow_other_bits: accept workers whose results agree only up to rounding.
-
-    Returns:
-        The run.
-
-    Raises:
-        ConfigError: the task or the settings cannot be used.
+    `given` is a task, or a function that returns one, from a Python program; without it
+    `task._target_` of the configuration names the task.
     """
     check_output_dir(config)
     why_no_kernels(services.report)
-    if given is None:
-        config = with_module(config)
+    config = permission.located(config)
+    require_optimizer(config.optimizer)
     if config.combination.kind == "generalized":
-        raise ConfigError("combination.kind is generalized, which needs a speech model; choose "
-                          "none or mean.")
+        raise ConfigError("combination.kind is generalized, which needs a speech model; choose none or mean.")
     spec = task_spec(config, given)
     _check(spec, config, services.warn)
-    folder = RunFolder.create(config, to_yaml(config))
+    folder = RunFolder.create(config, to_yaml(config), services.place)
     services.report(f"run folder {folder.address}")
     fingerprint = FingerprintCheck.of_new_run(config, folder, allow_other_bits=allow_other_bits)
-    if given is None:
-        permission.remember_or_warn(config.task, folder.run_id, services.warn)
+    permission.remember_or_warn(config, folder.run_id, services.warn)
     return TaskRun(config, folder, services, fingerprint, given=given, is_new=True)
-
-
-def with_module(config: RunConfig) -> RunConfig:
-    """Add the folder of the module on the command line, and allow its import."""
-    config = replace(config, task=replace(config.task, search_path=os.path.abspath(config.task.search_path or os.getcwd())))
-    permission.allow(config.task)
-    return config
 
 
 def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
@@ -122,8 +103,7 @@ class TaskRun(BaseRun):
                                   f"{resume_command(self.config.task, self.folder.path)}") from error
         except (SafetensorError, RuntimeError) as error:
             raise CheckpointError(f"the final model in {path} does not match the task "
-                                  f"({imports.first_line(error)}); use the task of the "
-                                  "run.") from error
+                                  f"({imports.first_line(error)}); use the task of the run.") from error
         return model.eval()
 
     @property
@@ -151,12 +131,14 @@ class TaskRun(BaseRun):
         return task_spec(self.config, self._given).task(torch.device("cpu"))
 
     def _spec(self) -> TaskSpec:
+        if self._given is None:
+            permission.require_run(self.folder, self.config)
+        else:
+            permission.require(self.config.optimizer, self.folder.config, self.folder.run_id)
         return task_spec(self.config, self._given)
 
     def _kept_models(self, task: Task, schedule: Schedule) -> Sequence[int]:
-        if self.config.combination.kind == "none" or self.config.outer.ema_decay > 0:
-            return ()
-        return candidates(schedule, self.config.combination.max_models)
+        return kept_outer_iters(self.config, schedule)
 
     def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
         task, folder = training.task, self.folder
@@ -179,8 +161,8 @@ class TaskRun(BaseRun):
 
     def _final_parameters(self, training: Training, end: Checkpoint, model: nn.Module, layout: FlatLayout) -> Vector:
         """Return the moving average if it exists, else the best mean of the last models."""
-        store, kept = training.checkpoints, training.checkpoints.kept()
-        if "ema" in end.buffers or self.config.combination.kind == "none" or not kept:
+        models = kept_models(self.config, training.checkpoints, end)
+        if not models:
             return end.buffers.get("ema", end.parameters)
 
         def held_out(parameters: Vector) -> tuple[float, Vector]:
@@ -188,13 +170,11 @@ class TaskRun(BaseRun):
             with torch.no_grad():
                 return training.task.evaluate(model).valid.objf, parameters
 
-        models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
         found = running_mean(models, held_out)
         loss, newest = f"{-found.objf:.4f}", f"{-found.objf_newest:.4f}"
         if loss != newest:
             self.services.report(f"final model: mean of the last {counted(found.num_models, 'model')}, valid loss {loss}; "
-                                 f"the last model "
-                                 f"alone has {newest}")
+                                 f"the last model alone has {newest}")
         return found.parameters
 
 
@@ -230,8 +210,7 @@ def _check(spec: TaskSpec, config: RunConfig, warn: Callable[[str], None]) -> No
         with _named("the loss of the first minibatch"):
             loss = task.loss(model.train(), batch.data).total
     if not loss.requires_grad:
-        raise ConfigError("the loss of the task does not depend on the parameters of the model; "
-                          "correct the loss function.")
+        raise ConfigError("the loss of the task does not depend on the parameters of the model; correct the loss function.")
     if not bool(torch.isfinite(loss)):
         raise ConfigError(f"the loss of the first minibatch is {float(loss)}; check the data and the initial model.")
     with _named("the evaluation of the initial model"):

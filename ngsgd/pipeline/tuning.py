@@ -1,5 +1,4 @@
-"""Tuning by hypergradients: the short run of the configuration, its search, and the settings found.
-"""
+"""Tuning by hypergradients: the short run of the configuration, its search and its result."""
 
 from __future__ import annotations
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from ngsgd.hypergrad.egs_task import EgsTask
     from ngsgd.hypergrad.search import Seeder, TrialCallback
 
+# of the learning-rate schedule
+NUM_KNOTS = 6
+
 
 @dataclass
 class Proxy:
@@ -35,8 +37,7 @@ class Proxy:
     def of(cls, config: RunConfig, egs_directory: Path) -> Proxy:
         """Create the proxy run on prepared examples.
 
-        Raises:
-            ConfigError: the optimizer is not plain SGD, or the schedule is not exponential.
+        Raises ConfigError unless the optimizer is plain SGD and the schedule exponential.
         """
         import torch
 
@@ -45,8 +46,8 @@ class Proxy:
         from ngsgd.hypergrad.egs_task import EgsTask
 
         schedule, optimizer, proxy = config.schedule, config.optimizer, config.tune.proxy
-        if optimizer.kind != "sgd":
-            raise ConfigError(f"optimizer.kind is {optimizer.kind}, whose steps cannot be reversed; tune with optimizer=sgd "
+        if optimizer._target_ or optimizer.kind != "sgd":
+            raise ConfigError(f"the optimizer is {optimizer.label}, whose steps cannot be reversed; tune with optimizer=sgd "
                               "optimizer.momentum=0.9.")
         if schedule.lr_schedule != "exponential" or schedule.warm_up:
             raise ConfigError("ngsgd tune starts from the exponential schedule without warm-up; set "
@@ -61,7 +62,7 @@ class Proxy:
         settings = BaseHyperparameters(schedule.lr_initial * num_jobs, schedule.lr_final * num_jobs, optimizer.momentum, l2,
                                        optimizer.max_change, optimizer.max_param_change)
         space = HyperSpace(settings, tuple(task.layers), steps_per_iter * proxy.outer_iters, num_jobs, proxy.outer_iters,
-                           config.tune.space, config.tune.knots)
+                           config.tune.space, NUM_KNOTS)
         return cls(config, task, space)
 
     def evaluate(self, plan: HyperparameterPlan) -> HypergradientRun:
@@ -79,7 +80,6 @@ class Tuned:
         valid: its validation loss, minus objf per frame.
         held_out: its loss on frames that the search did not use.
         theta: logarithms of its hyperparameters, in the order of `names`.
-        names: one name per number of `theta`.
         values: its hyperparameters by part of the space, such as `schedule`.
         cost: training runs of the proxy that the search used.
         proxy: steps, jobs, outer iterations and frames of the proxy.
@@ -107,15 +107,15 @@ def tpe(objective: Callable[[Tensor], float], low_D: Tensor, high_D: Tensor, num
     import torch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    names = [str(index) for index in range(len(low_D))]
+    box = [(str(index), low, high) for index, (low, high) in enumerate(zip(low_D, high_D, strict=True))]
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, multivariate=False))
     with warnings.catch_warnings():
         # experimental since Optuna 2
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study.enqueue_trial({name: float((low + high) / 2.0) for name, low, high in zip(names, low_D, high_D, strict=True)})
+        study.enqueue_trial({name: float((low + high) / 2.0) for name, low, high in box})
 
     def one(trial: optuna.Trial) -> float:
-        point = [trial.suggest_float(name, float(low), float(high)) for name, low, high in zip(names, low_D, high_D, strict=True)]
+        point = [trial.suggest_float(name, float(low), float(high)) for name, low, high in box]
         value = objective(torch.tensor(point, dtype=torch.float64))
         # a diverged run is a bad trial, not a failure of the study
         return value if value < float("inf") else 1e9
@@ -125,8 +125,7 @@ def tpe(objective: Callable[[Tensor], float], low_D: Tensor, high_D: Tensor, num
 def search(proxy: Proxy, watch: TrialCallback) -> tuple[SearchResult, Tuned]:
     """Tune with the budget of the configuration; return all trials and the best run.
 
-    Raises:
-        DataError: all runs diverged.
+    Raises DataError if all runs diverged.
     """
     import torch
 
@@ -138,18 +137,15 @@ def search(proxy: Proxy, watch: TrialCallback) -> tuple[SearchResult, Tuned]:
         seeder=coarse_searcher()[1], seed=proxy.config.seed, watch=watch)
     best = found.best
     if not math.isfinite(best.value):
-        raise DataError("all runs of the proxy diverged; lower schedule.lr_initial, or enable "
-                        "update-norm clipping.")
+        raise DataError("all runs of the proxy diverged; lower schedule.lr_initial, or enable update-norm clipping.")
     theta_D = torch.tensor(best.theta, dtype=torch.float64)
     return found, Tuned(
         best.value, final_value(proxy.task.held_out, space.build(theta_D)), list(best.theta), space.names(),
-        space.values(space.clamp(theta_D)), found.spent,
-        proxy={"steps": space.num_steps, "jobs": space.num_jobs,
+        space.values(space.clamp(theta_D)), found.spent, proxy={"steps": space.num_steps, "jobs": space.num_jobs,
                "outer_iters": space.num_outer_iters, "frames": proxy.task.num_frames})
 
 
-def settings_of(config: RunConfig, space: HyperSpace, values: Mapping[str, Sequence[float]],
-                num_jobs: int) -> dict[str, Any]:
+def settings_of(config: RunConfig, space: HyperSpace, values: Mapping[str, Sequence[float]], num_jobs: int) -> dict[str, Any]:
     """Return nested settings that reproduce the training of the proxy.
 
     Learning rates of the proxy are effective ones, and its l2 is per frame.
@@ -158,18 +154,16 @@ def settings_of(config: RunConfig, space: HyperSpace, values: Mapping[str, Seque
     if "schedule" in values:
         rates = [rate / num_jobs for rate in values["schedule"]]
         middle = math.exp(sum(map(math.log, rates)) / len(rates))
-        found["schedule"] = {"lr_initial": middle, "lr_final": middle,
-                             "lr_factors": [rate / middle for rate in rates]}
+        factors = [rate / middle for rate in rates]
+        found["schedule"] = {"lr_initial": middle, "lr_final": middle, "lr_factors": factors}
     if "momentum" in values:
         found["optimizer"]["momentum"] = min(values["momentum"][0], 0.999)
     # half of l2 |w|^2 on the loss summed over a minibatch, versus weight_decay |w|^2 per frame,
     # divided among the jobs
     per_frame = num_jobs / (2.0 * config.schedule.minibatch_size)
-    keys = {"layer_lr": ("lr_factor", 1.0), "l2": ("weight_decay", per_frame),
-            "max_change": ("max_change", 1.0)}
-    options = {layer: {key: values[part][index] * unit
-                       for part, (key, unit) in keys.items() if part in values}
-               for index, layer in enumerate(space.layers)}
+    keys = {"layer_lr": ("lr_factor", 1.0), "l2": ("weight_decay", per_frame), "max_change": ("max_change", 1.0)}
+    options = {layer: {key: values[part][index] * unit for part, (key, unit) in keys.items()
+                       if part in values} for index, layer in enumerate(space.layers)}
     if any(options.values()):
         found["optimizer"]["layer_options"] = options
     if "init_scale" in values:

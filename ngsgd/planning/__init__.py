@@ -1,3 +1,1 @@
-"""Prediction of the duration of a run: a probe of this machine, formulas, and a simulated
-cluster.
-"""
+"""Prediction of the duration of a run: a probe of this machine, formulas, a simulated cluster."""

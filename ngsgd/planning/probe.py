@@ -1,35 +1,38 @@
 """Measurements of this machine for the planner: small outer iterations with the jobs of the run.
 
-Worker processes run real jobs, shortened if necessary. The work of the coordinator (average,
-checkpoint, diagnostics) is done between them as in a run. Settings are interleaved, so that
-temporary load affects all of them.
+Worker processes run real jobs, shortened if necessary, with the work of the coordinator between
+them. Settings are interleaved, so that temporary load affects all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from ngsgd.cluster.process import configure_process
 from ngsgd.config import RunConfig
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
-from ngsgd.planning.formulas import Link, Spread, split_spread
-from ngsgd.planning.memory import predict_run
-from ngsgd.planning.planner import Machine, Speed, Workload, slots_of, threads_of
-from ngsgd.planning.probe_worker import JobTiming, Process, TimedJob, workers
+from ngsgd.planning.planner import Link, Machine, Speed, Workload, slots_of, split_spread, threads_of
 from ngsgd.schedules import Shard
 from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
 from ngsgd.training.task import Task, TaskSpec, seeded_model
+from ngsgd.training.worker import Worker
 
 # maximum number of processes of the probe; machines with more cores are extrapolated
 _MAX_PROCESSES = 64
@@ -43,6 +46,12 @@ _CYCLES = 4
 _ECHOES = 5
 # shards whose mean length is used for all
 _MAX_SHARDS = 1000
+# minibatches at the start of a job with a Fisher update each
+_WARM = 11
+# seconds for a killed process to end
+_END_S = 5.0
+# minibatches between two readings of the clock: a multiple of the default update period, 4
+_MARK = 8
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,6 @@ class ProcessLayout:
 
 @dataclass(frozen=True)
 class _Round:
-    """One small outer iteration."""
-
     jobs: tuple[JobTiming, ...]
     average_s: float
     checkpoint_s: float
@@ -66,16 +73,8 @@ class _Round:
 def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
     """Measure the machine in about `seconds`, including the start of the processes.
 
-    Args:
-        spec: the task.
-        config: configuration of the run.
-        num_cores: cores to use.
-        seconds: duration.
-        scratch: folder for test checkpoints.
-
-    Raises:
-        ClusterError: a worker died or did not start.
-        NgsgdError: an error of a worker.
+    `scratch` is a folder for test checkpoints. Raises ClusterError if a worker died or did not
+    start, and the NgsgdError of a worker.
     """
     deadline = time.monotonic() + seconds
     coordinator = ProbeCoordinator(config, spec.task(torch.device("cpu")), scratch, num_cores)
@@ -120,16 +119,7 @@ def workload_of(config: RunConfig, task: Task, layout: FlatLayout) -> Workload:
     # minibatches of one example are examples
     samples = statistics.fmean(task.num_batches(Shard(*one), 1) for one in itertools.islice(shards, _MAX_SHARDS))
     total = samples * grid.num_archives * grid.shards_per_archive * config.schedule.num_epochs
-    try:
-        memory = predict_run(config, task)
-        of_memory = (memory.state, memory.peak)
-    except ConfigError:
-        # time can be predicted without memory
-        of_memory = (0, 0)
-    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, total, *of_memory)
-
-
-# The coordinator's side ---------------------------------------------------------------------------
+    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, total)
 
 
 class ProbeCoordinator:
@@ -140,8 +130,7 @@ class ProbeCoordinator:
         self.model = seeded_model(task, config.seed).eval()
         self.layout = FlatLayout.of(self.model)
         self.start = self.layout.flatten(self.model.state_dict())
-        self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay,
-                                    num_threads=num_cores)
+        self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay, num_threads=num_cores)
         self.store = CheckpointStore(scratch, self.layout, config.checkpoint.num_to_keep)
         self.num_rounds = 0
         # a growing model is complete by then
@@ -153,18 +142,23 @@ class ProbeCoordinator:
             worker.send(TimedJob(self.make_job(index, len(active)), setting.num_threads, limit_s))
         jobs: tuple[JobTiming, ...] = tuple(worker.receive() for worker in active)
         torch.set_num_threads(setting.num_threads)
-        clock = _LapTimer()
+        last = time.perf_counter()
+
+        def lap() -> float:
+            nonlocal last
+            before, last = last, time.perf_counter()
+            return last - before
         self.outer.step([job.parameters for job in jobs], [1.0] * len(jobs),
                         OuterInfo(self.num_rounds, self.num_rounds + 1, len(jobs), self.config.schedule.lr_initial))
-        average_s = clock.lap()
+        average_s = lap()
         self.store.save(Progress(self.num_rounds), self.outer.state_dict())
-        checkpoint_s = clock.lap()
+        checkpoint_s = lap()
         self.layout.load(self.model, self.outer.eval_model())
         with torch.no_grad():
             self.task.evaluate(self.model)
         self.layout.relative_change(self.start, self.outer.eval_model())
         self.num_rounds += 1
-        return _Round(jobs, average_s, checkpoint_s, clock.lap())
+        return _Round(jobs, average_s, checkpoint_s, lap())
 
     def make_job(self, index: int, num_jobs: int) -> Job:
         """The next shard, trained from the initial model: the result is not used."""
@@ -176,48 +170,36 @@ class ProbeCoordinator:
                    start=JobInit(LocalRef(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
 
 
-class _LapTimer:
-    """Seconds between two laps."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        last, self._last = self._last, time.perf_counter()
-        return self._last - last
-
-
 def _link(worker: Process, vector: Vector) -> Link:
     """Latency and bandwidth between this process and a worker; the speed of adding is set later."""
     def echo_s(what: Vector) -> float:
         times = []
         for _ in range(_ECHOES):
-            clock = _LapTimer()
+            began = time.perf_counter()
             worker.send(what)
             worker.receive()
-            times.append(clock.lap())
+            times.append(time.perf_counter() - began)
         return statistics.median(times)
     latency_s = echo_s(vector[:1]) / 2
     return Link(bandwidth=vector.nbytes / max(echo_s(vector) / 2 - latency_s, 1e-9), latency_s=latency_s, add_speed=1.0)
 
 
-def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Round]], link: Link,
-             workload: Workload) -> Machine:
+def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Round]], link: Link, workload: Workload) -> Machine:
     speeds = {setting: _speed(setting, found, workload, slots_of(setting.num_threads, num_cores=num_cores, num_gpus=num_gpus))
               for setting, found in rounds.items()}
     full = fullest(list(speeds), num_cores=num_cores, num_gpus=num_gpus)
     fewest = min(setting.num_threads for setting in speeds)
-    # a single worker counts as parallel only if a run of one worker would use that number of
-    # threads
+    # parallel only if a run of one worker would use that number of threads
     alone = max((s for s in speeds if s.num_processes == 1), key=lambda setting: setting.num_threads)
     parallel = [s for s in speeds if s.num_processes > 1 or s == alone]
     serial = [s for s in speeds if s == alone or (s.num_processes == 1 and s.num_threads == fewest)]
     average_s = statistics.median(one.average_s for one in rounds[full])
+    minibatches = statistics.fmean(job.num_minibatches for one in rounds[full] for job in one.jobs)
     return Machine(
         num_cores=num_cores, num_gpus=num_gpus,
         parallel=tuple(speeds[s] for s in sorted(parallel, key=lambda s: s.num_processes)),
         serial=tuple(speeds[s] for s in sorted(serial, key=lambda s: s.num_threads)),
-        spread=_spread(rounds[full]),
+        spread=split_spread([[job.step_s for job in one.jobs] for one in rounds[full]], minibatches),
         link=Link(link.bandwidth, link.latency_s, full.num_processes * workload.model_bytes / max(average_s, 1e-9)),
         checkpoint_s=statistics.median(one.checkpoint_s for found in rounds.values() for one in found))
 
@@ -225,8 +207,7 @@ def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Ro
 def _speed(setting: ProcessLayout, rounds: Sequence[_Round], workload: Workload, num_slots: int) -> Speed:
     """Medians over rounds of means over workers, robust against disturbed rounds.
 
-    Workers that share cores end at different times; the last one shows how long the cores were
-    busy.
+    Of workers that share cores, the last one shows how long the cores were busy.
     """
     turns = max(1.0, setting.num_processes / num_slots)
     over_workers = statistics.fmean if turns == 1.0 else max
@@ -236,6 +217,127 @@ def _speed(setting: ProcessLayout, rounds: Sequence[_Round], workload: Workload,
                  diagnostics_s=statistics.median(one.diagnostics_s for one in rounds))
 
 
-def _spread(rounds: Sequence[_Round]) -> Spread:
-    minibatches = statistics.fmean(job.num_minibatches for one in rounds for job in one.jobs)
-    return split_spread([[job.step_s for job in one.jobs] for one in rounds], minibatches)
+@dataclass(frozen=True)
+class TimedJob:
+    job: Job
+    num_threads: int
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class JobTiming:
+    """Timing of a job."""
+
+    seconds: float           # total
+    step_s: float  # per minibatch after the first eleven
+    fixed_s: float  # time of a job besides its steps
+    num_minibatches: int
+    parameters: Vector
+
+
+class Process:
+    """Handle of a worker process."""
+
+    def __init__(self, process: Any, connection: Connection, timeout_s: float) -> None:
+        self.process, self.connection, self.timeout_s = process, connection, timeout_s
+
+    def send(self, message: object) -> None:
+        # it is gone, which `receive` reports
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def receive(self) -> Any:
+        """Return the answer of the process; raise its exception."""
+        try:
+            if not self.connection.poll(self.timeout_s):
+                raise ClusterError("a worker of the probe did not answer within "
+                                   f"cluster.wait_for_workers_s = {self.timeout_s:g}; raise the timeout.")
+            answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self.process.join(1.0)
+            raise ClusterError(f"a worker of the probe ended with code {self.process.exitcode}; "
+                               "check the free memory, or use a smaller model.") from error
+        if isinstance(answer, NgsgdError):
+            raise answer
+        if isinstance(answer, Exception):
+            raise ClusterError(f"a worker of the probe failed ({type(answer).__name__}: {answer}); "
+                               "check that `ngsgd train cluster=in_process` runs.") from answer
+        return answer
+
+
+@contextlib.contextmanager
+def workers(spec: TaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
+    """Start `count` processes that are ready for jobs; they end with the context."""
+    # forked from a process that has only imported torch: one import, and no locks of our threads
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    started = []
+    try:
+        for index in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, spec, index, num_gpus), daemon=True)
+            process.start()
+            theirs.close()
+            started.append(Process(process, ours, spec.settings.cluster.wait_for_workers_s))
+        for worker in started:
+            worker.receive()
+        yield started
+    finally:
+        for worker in started:
+            worker.process.kill()
+        for worker in started:
+            worker.process.join(_END_S)
+            worker.connection.close()
+
+
+def serve(connection: Connection, spec: TaskSpec, index: int, num_gpus: int) -> None:
+    """Run tasks and echo vectors in the worker process until the connection is closed."""
+    try:
+        if num_gpus:
+            torch.cuda.set_device(index % num_gpus)
+        worker = Worker(spec, index)
+        connection.send("ready")
+        while True:
+            message = connection.recv()
+            connection.send(timed(worker, message) if isinstance(message, TimedJob) else message)
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception as error:
+        connection.send(error)
+
+
+def timed(worker: Worker, task: TimedJob) -> JobTiming:
+    configure_process(task.num_threads)
+    watch = Watch(time.perf_counter() + task.limit_s, uses_gpu=worker.device.type == "cuda")
+    began = time.perf_counter()
+    result = worker.run(task.job, should_stop=watch)
+    seconds = time.perf_counter() - began
+    step_s = watch.step_s(seconds, result.num_minibatches)
+    fixed_s = max(0.0, seconds - step_s * result.num_minibatches)
+    return JobTiming(seconds, step_s, fixed_s, result.num_minibatches, np.array(result.sent.read()))
+
+
+class Watch:
+    """A stop signal at a given time that also records when minibatches were done."""
+
+    def __init__(self, deadline: float, *, uses_gpu: bool) -> None:
+        self.deadline, self.uses_gpu = deadline, uses_gpu
+        self.num_asked = 0
+        self.marks: list[tuple[int, float]] = []  # (minibatches done, time)
+
+    def __call__(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked < _WARM or (self.num_asked - _WARM) % _MARK:
+            return False
+        if self.uses_gpu:
+            # operations are queued ahead of the GPU
+            torch.cuda.synchronize()
+        self.marks.append((self.num_asked, time.perf_counter()))
+        return self.marks[-1][1] > self.deadline and len(self.marks) > 1
+
+    def step_s(self, seconds: float, num_minibatches: int) -> float:
+        """Seconds per minibatch after the first eleven; for a short job, its mean."""
+        if len(self.marks) < 2:
+            return seconds / num_minibatches
+        (first, start), (last, end) = self.marks[0], self.marks[-1]
+        return (end - start) / (last - first)

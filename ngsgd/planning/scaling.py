@@ -5,20 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Literal
 
 from ngsgd.config import RunConfig
 from ngsgd.planning import planner
-from ngsgd.planning.formulas import (
-    Link,
-    SampleAdvice,
-    SampleBounds,
-    Spread,
-    recommend_samples,
-    retry_wait_s,
-)
-from ngsgd.planning.planner import Machine, Prediction, Site, Workload
+from ngsgd.planning.planner import Link, Machine, Prediction, SampleAdvice, Site, Spread, Workload
 
 Codec = Literal["int8", "sparse"]
 # fraction of an outer iteration without training above which a change is recommended
@@ -35,70 +26,78 @@ _SHARED_CORES = 16
 class Assumptions:
     """Values that cannot be measured on one machine."""
 
-    # cores (or GPUs) of a machine of the cluster
-    slots_per_machine: int
-    # bytes per second and direction of the link of a machine
-    bandwidth: float
+    slots_per_machine: int  # cores (or GPUs) of a machine of the cluster
+    bandwidth: float  # bytes per second and direction of the link of a machine
     latency_s: float
     failures_per_worker_hour: float
-    # seconds until a lost worker is replaced
-    replace_s: float
-    # spread of the job time over the machines; None: as measured here
-    sigma: float | None
+    replace_s: float  # seconds until a lost worker is replaced
+    sigma: float | None  # spread of the job time over the machines; None: as measured here
 
 
 @dataclass(frozen=True)
 class Row:
-    """Predictions for one number of workers."""
+    """Predictions for one number of workers, each with as many jobs."""
 
     workers: int
-    # all workers on this machine; None if that is not useful
-    here: Prediction | None
-    # one core or GPU per worker
-    there: Prediction
+    here: Prediction | None  # all workers on this machine; None if that is not useful
+    there: Prediction  # one core or GPU per worker
     num_machines: int
-    # of `there`, relative to one worker on this machine
-    speed_up: float
+    speed_up: float  # of `there`, relative to one worker on this machine
     speed_up_here: float | None
-    # fraction of the time lost to failures, with the recovery of the coordinator
-    lost: float
+    lost: float  # fraction of the time lost to failures, with the recovery of the coordinator
     samples: SampleAdvice
-    # of a run with these jobs in every outer iteration
-    num_outer_iters: int
-    # all outer iterations on the machines of `there`, failures included
-    total_s: float
-    # of all workers for `total_s`; 0 without a price
-    cost: float = 0.0
-
-
-def _site_here(machine: Machine, config: RunConfig, num_workers: int) -> Site:
-    """Location of the workers of a run if they are all on the measured machine."""
-    return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
-                                one_by_one=config.cluster.kind == "in_process")
+    num_outer_iters: int  # of a run with these jobs in every outer iteration
+    total_s: float  # all outer iterations on the machines of `there`, failures included
+    cost: float = 0.0  # of all workers for `total_s`; 0 without a price
 
 
 def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Row]:
-    """One row per number of workers, each with as many jobs."""
-    workload = _packed(workload, config.cluster.codec)
-    base = _here(machine, workload, config, 1)
+    """One row per number of workers."""
+    workload = packed(workload, config.cluster.codec)
+    base = planner.predict(machine, workload, _site_here(machine, config, 1), 1)
     found = []
     for count in workers:
-        site, there, wait_s = _on_cluster(machine, workload, config, count, assumed)
-        here = _here(machine, workload, config, count) if count <= _SHARED_CORES * machine.slots(1) else None
-        advice = _samples(there, workload, config, count)
+        row = _row(machine, workload, config, count, assumed)
+        row = replace(row, speed_up=row.there.frames_per_s / base.frames_per_s)
+        if count <= _SHARED_CORES * machine.slots(1):
+            here = planner.predict(machine, workload, _site_here(machine, config, count), count)
+            row = replace(row, here=here, speed_up_here=here.frames_per_s / base.frames_per_s)
         # archives contain about the configured number of samples
-        if advice.samples == round(workload.samples):
-            advice = replace(advice, samples=config.egs.samples_per_iter)
-        num_outer_iters = _num_outer_iters(workload, count)
-        total_s = num_outer_iters * (there.outer_iter_s + wait_s)
-        found.append(Row(
-            count, here, there, site.num_machines, there.frames_per_s / base.frames_per_s,
-            here.frames_per_s / base.frames_per_s if here else None, wait_s / (there.outer_iter_s + wait_s), advice,
-            num_outer_iters, total_s, total_s / 3600 * count * config.cluster.price_per_hour))
+        if row.samples.samples == round(workload.samples):
+            row = replace(row, samples=replace(row.samples, samples=config.egs.samples_per_iter))
+        found.append(row)
     return found
 
 
-# The choice of settings ---------------------------------------------------------------------------
+def _row(machine: Machine, workload: Workload, config: RunConfig, count: int, assumed: Assumptions) -> Row:
+    """A run on a cluster with one worker per job, not compared with this machine."""
+    if assumed.sigma is not None:
+        machine = replace(machine, spread=Spread(assumed.sigma, 0.0))
+    if count <= assumed.slots_per_machine:
+        # workers on a single machine have no network between them
+        slots = max(count, machine.slots(config.cluster.threads_per_worker or 1))
+        site = replace(_site_here(machine, config, count), one_by_one=False, slots_per_machine=slots)
+    else:
+        link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
+        num_arrays = 1 + (config.outer.kind != "average") if config.cluster.exchange in ("collective", "nccl") else 0
+        site = planner.machines_like(count, slots_per_machine=assumed.slots_per_machine, link=link, num_arrays=num_arrays)
+    there = planner.predict(machine, workload, site, count)
+    wait_s = planner.retry_wait_s(assumed.failures_per_worker_hour / 3600, count, there.compute_s, assumed.replace_s)
+    num_outer_iters = max(1, int(workload.total_samples / (count * workload.samples)))
+    total_s = num_outer_iters * (there.outer_iter_s + wait_s)
+    # bmuf adapts its momentum to the number of outer iterations
+    momentum = config.outer.momentum if config.outer.kind in ("diloco", "streaming") else 0.0
+    bounds = planner.SampleBounds.of(minibatch_size=workload.minibatch_size, num_jobs=count,
+                             total_samples=workload.total_samples, outer_momentum=momentum)
+    advice = planner.recommend_samples(now=workload.samples, rate=there.effective_rate,
+                               overhead_s=there.overhead_s, bounds=bounds, max_overhead=MAX_OVERHEAD)
+    return Row(count, None, there, site.num_machines, 1.0, None, wait_s / (there.outer_iter_s + wait_s), advice,
+               num_outer_iters, total_s, total_s / 3600 * count * config.cluster.price_per_hour)
+
+
+def _site_here(machine: Machine, config: RunConfig, num_workers: int) -> Site:
+    return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
+                                one_by_one=config.cluster.kind == "in_process")
 
 
 @dataclass(frozen=True)
@@ -109,25 +108,26 @@ class Choice:
     samples_per_iter: int
     compression: str
     total_s: float
-    # 0 without a price
-    cost: float
+    cost: float  # 0 without a price
     efficiency: float
 
 
 def choices(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Choice]:
-    """The settings to choose from: each number of workers with its best samples_per_iter and
-    compression. Numbers of workers with too little data are omitted.
-    """
+    """The settings to choose from: numbers of workers that have enough data, each with its best."""
     codecs: tuple[Codec | None, ...] = (None,) if config.outer.kind == "streaming" else (None, "int8", "sparse")
     found = []
     for count in workers:
         # of equal jobs: longer jobs hide a slow exchange too, but may need more data
-        plain, *packed = ((_on_cluster(machine, _packed(workload, codec), config, count, assumed)[1].outer_iter_s, codec)
-                          for codec in codecs)
-        best = min([plain, *packed], key=itemgetter(0))
-        best = best if best[0] < (1.0 - _MIN_GAIN) * plain[0] else plain
-        one = _choice(machine, _packed(workload, best[1]), config, count, best[1], assumed)
-        found += [one] if one else []
+        tried = {codec: _row(machine, packed(workload, codec), config, count, assumed) for codec in codecs}
+        codec = min(tried, key=lambda one: tried[one].there.outer_iter_s)
+        if tried[codec].there.outer_iter_s >= (1.0 - _MIN_GAIN) * tried[None].there.outer_iter_s:
+            codec = None
+        advice = tried[codec].samples
+        if advice.enough_data:
+            chosen = replace(packed(workload, codec), samples=float(advice.samples))
+            one = _row(machine, chosen, config, count, assumed)
+            samples = config.egs.samples_per_iter if advice.samples == round(workload.samples) else advice.samples
+            found.append(Choice(count, samples, codec or "none", one.total_s, one.cost, one.there.efficiency))
     return found
 
 
@@ -135,10 +135,7 @@ def choose(found: Sequence[Choice], *, deadline_s: float = math.inf, budget: flo
     """The cheapest choice that ends by a deadline, or the fastest within a budget.
 
     With both it is the cheapest of those that satisfy both. Without either it is the fastest whose
-    cost is at most 1.25 times the lowest.
-
-    Returns:
-        None if no choice is possible.
+    cost is at most 1.25 times the lowest. None if no choice is possible.
     """
     limit = budget
     if found and math.isinf(deadline_s) and math.isinf(budget):
@@ -149,65 +146,10 @@ def choose(found: Sequence[Choice], *, deadline_s: float = math.inf, budget: flo
     return min(possible, key=lambda one: one.total_s, default=None)
 
 
-def _choice(machine: Machine, workload: Workload, config: RunConfig, count: int, codec: Codec | None,
-            assumed: Assumptions) -> Choice | None:
-    """Settings with the samples_per_iter that the table recommends; None with too little data."""
-    _, there, _ = _on_cluster(machine, workload, config, count, assumed)
-    advice = _samples(there, workload, config, count)
-    if not advice.enough_data:
-        return None
-    chosen = replace(workload, samples=float(advice.samples))
-    _, there, wait_s = _on_cluster(machine, chosen, config, count, assumed)
-    total_s = _num_outer_iters(chosen, count) * (there.outer_iter_s + wait_s)
-    samples = config.egs.samples_per_iter if advice.samples == round(workload.samples) else advice.samples
-    cost = total_s / 3600 * count * config.cluster.price_per_hour
-    return Choice(count, samples, codec or "none", total_s, cost, there.efficiency)
-
-
-def _packed(workload: Workload, codec: Codec | None) -> Workload:
-    return replace(workload, compression=compression_of(codec, workload))
-
-
-def compression_of(codec: Codec | None, workload: Workload) -> float:
-    """Bytes of a parameter delta over those of its compressed form."""
+def packed(workload: Workload, codec: Codec | None) -> Workload:
+    """Return the workload with the compression of a codec."""
     if codec is None:
-        return 1.0
+        return replace(workload, compression=1.0)
     from ngsgd.ops.compression import num_bytes
 
-    return workload.model_bytes / sum(num_bytes(workload.model_bytes // 4, codec))
-
-
-def _on_cluster(machine: Machine, workload: Workload, config: RunConfig, count: int, assumed: Assumptions
-                ) -> tuple[Site, Prediction, float]:
-    """The site, an outer iteration there, and the seconds that it waits for failures on average."""
-    machine = machine if assumed.sigma is None else replace(machine, spread=Spread(assumed.sigma, 0.0))
-    link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
-    site = _site(machine, config, count, assumed, link)
-    there = planner.predict(machine, workload, site, count)
-    return site, there, retry_wait_s(assumed.failures_per_worker_hour / 3600, count, there.compute_s, assumed.replace_s)
-
-
-def _samples(there: Prediction, workload: Workload, config: RunConfig, count: int) -> SampleAdvice:
-    # bmuf adapts its momentum to the number of outer iterations
-    momentum = config.outer.momentum if config.outer.kind in ("diloco", "streaming") else 0.0
-    bounds = SampleBounds.of(minibatch_size=workload.minibatch_size, total_samples=workload.total_samples, num_jobs=count,
-                             outer_momentum=momentum)
-    return recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
-                             max_overhead=MAX_OVERHEAD)
-
-
-def _num_outer_iters(workload: Workload, count: int) -> int:
-    return max(1, int(workload.total_samples / (count * workload.samples)))
-
-
-def _here(machine: Machine, workload: Workload, config: RunConfig, num_workers: int) -> Prediction:
-    site = _site_here(machine, config, num_workers)
-    return planner.predict(machine, workload, site, num_workers)
-
-
-def _site(machine: Machine, config: RunConfig, num_workers: int, assumed: Assumptions, link: Link) -> Site:
-    """A cluster; workers on a single machine have no network between them."""
-    if num_workers <= assumed.slots_per_machine:
-        return replace(_site_here(machine, config, num_workers), one_by_one=False,
-                       slots_per_machine=max(num_workers, machine.slots(config.cluster.threads_per_worker or 1)))
-    return planner.machines_like(num_workers, slots_per_machine=assumed.slots_per_machine, link=link)
+    return replace(workload, compression=workload.model_bytes / sum(num_bytes(workload.model_bytes // 4, codec)))

@@ -1,7 +1,6 @@
 """The cluster of a simulation: speeds, spread, failures and links, and predictions of the formulas.
 
-This module uses no clock, no files and no torch. `ngsgd.planning.simulator` runs
-the jobs. Seconds are virtual.
+This module uses no clock, no files and no torch. Seconds are virtual.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ngsgd.config import RunConfig
-from ngsgd.planning.formulas import Link, Spread, central_s, retry_wait_s, straggler_factor
+from ngsgd.planning.planner import Link, Spread, central_s, retry_wait_s, straggler_factor
 
 _EVEN = Spread(0.0, 0.0)
 _GIGABIT = Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9)
@@ -24,18 +23,13 @@ _HOSTS, _FAILURES, _JOBS = range(3)
 class SimulatedCluster:
     """Workers with identical parameters; `seed` determines all random numbers."""
 
-    # frames per second of an average worker; > 0
-    rate: float = 20000.0
-    # of the job time, log-normal with mean 1
-    spread: Spread = _EVEN
-    # of a job before its first minibatch
-    overhead_s: float = 0.0
-    # per live worker, busy or idle
-    failures_per_worker_hour: float = 0.0
+    rate: float = 20000.0  # frames per second of an average worker; > 0
+    spread: Spread = _EVEN  # of the job time, log-normal with mean 1
+    overhead_s: float = 0.0  # of a job before its first minibatch
+    failures_per_worker_hour: float = 0.0  # per live worker, busy or idle
     # fraction of failures, 0 to 1, in which the worker hangs instead of dying
     hang_share: float = 0.0
-    # from the end of a worker until its replacement is ready
-    replace_s: float = 20.0
+    replace_s: float = 20.0  # from the end of a worker until its replacement is ready
     link: Link = _GIGABIT
     seed: int = 0
 
@@ -73,12 +67,9 @@ class Expected:
     """One outer iteration as predicted by the formulas, in seconds."""
 
     work_s: float      # K / r
-    # until the slowest job has ended
-    compute_s: float
-    # part that the jobs wait for
-    average_s: float
-    # waiting for repeated jobs
-    failures_s: float
+    compute_s: float  # until the slowest job has ended
+    average_s: float  # part that the jobs wait for
+    failures_s: float  # waiting for repeated jobs
 
     @property
     def outer_iter_s(self) -> float:
@@ -89,15 +80,13 @@ def expected(cluster: SimulatedCluster, config: RunConfig, *, num_jobs: int, sam
     """Predict an outer iteration with one worker per job of `samples` frames by the formulas."""
     schedule, work_s = config.schedule, samples / cluster.rate
     num_minibatches = samples / schedule.minibatch_size
-    # with partitioning by speed a slow machine has less to do, and only random variation delays its
-    # job
+    # with partitioning by speed a slow machine has less to do; only random variation delays its job
     spread = cluster.spread if schedule.load_balancing == "none" else Spread(0.0, cluster.spread.step)
     job_s = schedule.sync_interval_s if schedule.load_balancing == "time" else (
         cluster.overhead_s + work_s * straggler_factor(spread.of_job(num_minibatches), num_jobs))
     fragments = config.outer.num_fragments if config.outer.kind == "streaming" else 1
-    is_ahead = config.outer.overlap or (config.outer.kind == "streaming" and config.outer.fragment_delay > 0)
     # the next jobs hide it for as long as they compute
-    average_s = max(0.0, cluster.average_s(num_jobs, model_bytes / fragments) - (work_s if is_ahead else 0.0))
+    average_s = max(0.0, cluster.average_s(num_jobs, model_bytes / fragments) - (work_s if config.outer.overlap else 0.0))
     waits = config.failure.policy == "retry"
     failures_s = retry_wait_s(cluster.failures_per_worker_hour / 3600.0, num_jobs, job_s, cluster.replace_s) if waits else 0.0
     return Expected(work_s, job_s, average_s, failures_s)
@@ -108,27 +97,19 @@ class Books:
     """Use of the time of the workers, in worker-seconds; the parts sum to `total_s`."""
 
     total_s: float = 0.0
-    # minibatches of jobs with a result
-    trained_s: float = 0.0
+    trained_s: float = 0.0  # minibatches of jobs with a result
     overhead_s: float = 0.0    # of those jobs
-    # of jobs without a result: training, overhead, hanging
-    broken_s: float = 0.0
-    # workers that were being replaced
-    replaced_s: float = 0.0
-    # waiting while only repeated jobs ran
-    repeats_s: float = 0.0
-    # waiting while first attempts ran
-    stragglers_s: float = 0.0
-    # waiting for the average
-    average_s: float = 0.0
-    # including killed hung workers
-    num_deaths: int = 0
+    broken_s: float = 0.0  # of jobs without a result: training, overhead, hanging
+    replaced_s: float = 0.0  # workers that were being replaced
+    repeats_s: float = 0.0  # waiting while only repeated jobs ran
+    stragglers_s: float = 0.0  # waiting while first attempts ran
+    average_s: float = 0.0  # waiting for the average
+    num_deaths: int = 0  # including killed hung workers
     num_hangs: int = 0
 
     def shares(self) -> dict[str, float]:
         """Fractions of the worker time, 0 to 1: `efficiency`, and the losses by cause."""
         total_s = max(self.total_s, 1e-12)
-        return {"efficiency": self.trained_s / total_s,
-                "failures": (self.broken_s + self.replaced_s + self.repeats_s) / total_s,
-                "stragglers": self.stragglers_s / total_s, "averaging": self.average_s / total_s,
+        return {"efficiency": self.trained_s / total_s, "failures": (self.broken_s + self.replaced_s + self.repeats_s)
+                / total_s, "stragglers": self.stragglers_s / total_s, "averaging": self.average_s / total_s,
                 "overhead": self.overhead_s / total_s}

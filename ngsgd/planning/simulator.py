@@ -1,9 +1,7 @@
 """N logical workers on a virtual clock: real training, simulated time, stragglers and failures.
 
-The coordinator uses it like any pool and reads the time from `SimulatedPool.clock`, so the
-simulated code is the code that runs on a cluster. Every job with a result is trained by one worker
-in this process, with the same result as in any pool. A job that dies is not trained. The simulation
-never sleeps: `wait` advances the clock to the next event.
+The coordinator uses it like any pool and reads the time from `SimulatedPool.clock`. Every job with
+a result is trained by one worker in this process; a job that dies is not trained.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.cluster.process import configure_process
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer
 from ngsgd.planning.simulated_cluster import Books, SimulatedCluster
 from ngsgd.tasks.speech import SpeechTaskSpec
-from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef, Outcome, VectorRef, WorkItem
-from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome
 from ngsgd.training.worker import Worker, never, np_empty
-from ngsgd.training.worker_pool import Retired
 
 
 @dataclass
@@ -32,8 +30,7 @@ class _Task:
     began: float
     overhead_s: float
     minibatch_s: float
-    # minibatches after which it ends: all, or fewer after a stop request
-    num_minibatches: int
+    num_minibatches: int  # minibatches after which it ends: all, or fewer after a stop request
     was_told: bool = False
 
     @property
@@ -41,27 +38,21 @@ class _Task:
         return self.began + self.overhead_s + self.num_minibatches * self.minibatch_s
 
     def done(self, now: float) -> int:
-        """Minibatches completed at a time."""
         passed = (now - self.began - self.overhead_s) / self.minibatch_s
         return min(self.num_minibatches, max(0, math.floor(passed)))
 
 
 @dataclass
 class _SimulatedWorker:
-    """One worker, or its pending replacement."""
-
     index: int
     chance: np.random.Generator
     fails_at: float
-    # time of its return while it is gone
-    back_at: float | None = None
-    # no progress from this time on
-    hung_at: float = math.inf
+    back_at: float | None = None  # time of its return while it is gone
+    hung_at: float = math.inf  # no progress from this time on
     task: _Task | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Idle, as far as the coordinator can observe."""
         return self.back_at is None and self.task is None
 
     @property
@@ -74,20 +65,17 @@ class _SimulatedWorker:
         return min(self.fails_at, self.task.ends_at if self.task else math.inf)
 
 
-class SimulatedPool:
-    """A WorkerPool with virtual time; the same seed gives the same events."""
+class SimulatedPool(InProcessPool):
+    """Workers of this process with virtual time; the same seed gives the same events."""
+
+    spec: SpeechTaskSpec
 
     def __init__(self, spec: SpeechTaskSpec, cluster: SimulatedCluster, num_workers: int, num_threads: int, *,
-                 should_stop: Callable[[], bool] = never,
-                 make_worker: Callable[[SpeechTaskSpec, int], Worker] = Worker) -> None:
-        self.spec = spec
-        self.cluster = cluster
-        self.num_workers = num_workers
-        self.num_threads = num_threads
-        self.should_stop = should_stop
-        self.make_worker = make_worker
-        self.books = Books()
-        self._now = 0.0
+                 should_stop: Callable[[], bool] = never, make_worker: Callable[[SpeechTaskSpec, int], Worker] = Worker) -> None:
+        self.spec, self.cluster = spec, cluster
+        self.num_workers, self.num_threads = num_workers, num_threads
+        self.should_stop, self.make_worker = should_stop, make_worker
+        self.books, self._now = Books(), 0.0
         self._outcomes: deque[Outcome] = deque()
         # workers that were busy so far: a schedule may begin with few jobs
         self._num_wanted = 0
@@ -102,19 +90,11 @@ class SimulatedPool:
         configure_process(self.num_threads)
         self._worker = self.make_worker(self.spec, 0)
 
-    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
-        # its transfer is part of the time of `mean`: the formulas of the planner include both
-        # directions
-        write(vector := np_empty(self._worker.layout.size))
-        return LocalRef(vector)
-
-    def release(self, ref: VectorRef) -> None:
-        pass
-
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> None:
-        """Advance the clock by the averaging time; the coordinator averages as in one process."""
+    def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo) -> bool:
+        """Advance the clock by the time of both directions; the coordinator takes the step."""
         num_bytes = max((result.sent.read().nbytes for result in results), default=0)
         self._advance(self._now + self.cluster.average_s(max(len(results), 1), num_bytes), is_averaging=True)
+        return False
 
     def num_idle(self) -> int:
         return sum(slot.is_idle for slot in self._slots)
@@ -122,20 +102,17 @@ class SimulatedPool:
     def num_workers_alive(self) -> int:
         return sum(slot.back_at is None for slot in self._slots)
 
-    def has_busy_start(self) -> bool:
-        return False
-
-    def retired(self) -> list[Retired]:
-        return []
-
     def submit(self, job: Job) -> None:
         # assign a job to the same worker where possible, as in the other pools: then a slow machine
         # can get a shorter job
-        slot = min((slot for slot in self._slots if slot.is_idle),
-                   key=lambda s: (s.index != job.job % self.num_workers, s.index))
-        sizes = [self._size(piece) for piece in job.pieces]
-        num_minibatches = sum(minibatches for _, minibatches in sizes)
-        seconds = self.cluster.seconds(sum(frames for frames, _ in sizes), num_minibatches, job.identity, slot.index)
+        slot = min((slot for slot in self._slots if slot.is_idle), key=lambda s: (s.index != job.job % self.num_workers, s.index))
+        size, num_frames, num_minibatches = self.spec.config.schedule.minibatch_size, 0, 0
+        for piece in job.pieces:
+            stop = self.spec.shards().num_frames(piece.shard)
+            frames = (stop if piece.stop is None else min(stop, piece.stop * size)) - piece.first * size
+            num_frames += frames
+            num_minibatches += math.ceil(frames / size)
+        seconds = self.cluster.seconds(num_frames, num_minibatches, job.identity, slot.index)
         slot.task = _Task(job, self._now, self.cluster.overhead_s, seconds / num_minibatches, num_minibatches)
         self._num_wanted = min(self.num_workers, max(self._num_wanted, job.job + 1))
 
@@ -161,32 +138,24 @@ class SimulatedPool:
         for slot in self._slots:
             slot.task = None
 
-    def close(self) -> None:
-        self.abandon()
-
     # Events ---------------------------------------------------------------------------------------
 
     def _advance(self, until: float, *, is_averaging: bool = False) -> None:
-        """Advance the clock and process all events in order."""
         while (slot := min(self._slots, key=lambda s: s.wakes_at)).wakes_at <= until:
             self._pass(slot.wakes_at, is_averaging)
-            self._happen(slot)
+            if slot.back_at is not None:
+                slot.back_at = None
+                slot.fails_at = self._now + self.cluster.time_to_failure(slot.chance)
+            elif slot.task and slot.task.ends_at <= slot.fails_at:
+                self._outcomes.append(self._result(slot, slot.task))
+            elif slot.chance.random() < self.cluster.hang_share:
+                slot.hung_at = self._now
+                self.books.num_hangs += 1
+            else:
+                self._end(slot, f"simulated failure at {self._now:.1f} s")
         self._pass(until, is_averaging)
 
-    def _happen(self, slot: _SimulatedWorker) -> None:
-        if slot.back_at is not None:
-            slot.back_at = None
-            slot.fails_at = self._now + self.cluster.time_to_failure(slot.chance)
-        elif slot.task and slot.task.ends_at <= slot.fails_at:
-            self._outcomes.append(self._result(slot, slot.task))
-        elif slot.chance.random() < self.cluster.hang_share:
-            slot.hung_at = self._now
-            self.books.num_hangs += 1
-        else:
-            self._end(slot, f"simulated failure at {self._now:.1f} s")
-
     def _end(self, slot: _SimulatedWorker, reason: str) -> None:
-        """End a worker and its job."""
         task, slot.task = slot.task, None
         slot.back_at, slot.hung_at = self._now + self.cluster.replace_s, math.inf
         self.books.num_deaths += 1
@@ -211,7 +180,6 @@ class SimulatedPool:
         return replace(result, seconds=seconds)
 
     def _pass(self, until: float, is_averaging: bool) -> None:
-        """Account for a period without events."""
         seconds, self._now = until - self._now, until
         tasks = [slot.task for slot in self._slots if slot.task]
         free = self._num_wanted - len(tasks)
@@ -225,10 +193,3 @@ class SimulatedPool:
             self.books.stragglers_s += waited_s
         else:
             self.books.repeats_s += waited_s
-
-    def _size(self, piece: WorkItem) -> tuple[int, int]:
-        """(frames, minibatches) of a work item."""
-        size, num_frames = self.spec.config.schedule.minibatch_size, self.spec.shards().num_frames(piece.shard)
-        stop = num_frames if piece.stop is None else min(num_frames, piece.stop * size)
-        frames = stop - piece.first * size
-        return frames, math.ceil(frames / size)

@@ -3,43 +3,31 @@
 from typing import Any
 
 from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.fisher_method import SimpleNG
 from ngsgd.preconditioners.gradient_maker import DummyObject, GradientMaker
-from ngsgd.preconditioners.methods.fisher import DiagonalNG, FullNG, LayerWiseNG, UnitWiseNG
-from ngsgd.preconditioners.methods.hessian_free import HessianFree
+from ngsgd.preconditioners.methods.combination import Method
 from ngsgd.preconditioners.methods.kbfgs import KBFGS
-from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, SKFAC
+from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, SKFAC, TNT
+from ngsgd.preconditioners.methods.named import ESGD, GGT, MFAC, SFN, TONGA, AdaHessian, DiagonalNG, FullNG, LayerWiseNG, UnitWiseNG
 from ngsgd.preconditioners.methods.psgd import PSGD
+from ngsgd.preconditioners.methods.second_derivatives import HessianFree
 from ngsgd.preconditioners.methods.seng_smw import SENG, SMWNG
 from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
-from ngsgd.preconditioners.methods.simple_ng import SimpleNG
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
 
 # The key is the value of `optimizer=`; the arguments depend on it.
 METHODS: dict[str, type[Any]] = {
-    "kfac": KFAC,
-    "skfac": SKFAC,
-    "ekfac": EKFAC,
-    "diagonal": DiagonalNG,
-    "unit": UnitWiseNG,
-    "layer": LayerWiseNG,
-    "full": FullNG,
-    "seng": SENG,
-    "smw": SMWNG,
-    "shampoo": Shampoo,
-    "soap": SOAP,
-    "psgd": PSGD,
-    "kbfgs": KBFGS,
-    "hessian_free": HessianFree,
-    "simple": SimpleNG,
-    "adam": Adam,
-    "adamw": AdamW,
-    "muon": Muon,
+    "kfac": KFAC, "skfac": SKFAC, "ekfac": EKFAC,
+    "diagonal": DiagonalNG, "unit": UnitWiseNG, "layer": LayerWiseNG, "full": FullNG,
+    "seng": SENG, "smw": SMWNG, "shampoo": Shampoo, "soap": SOAP, "psgd": PSGD, "kbfgs": KBFGS, "hessian_free": HessianFree,
+    "tnt": TNT, "mfac": MFAC, "ggt": GGT, "tonga": TONGA, "sfn": SFN, "esgd": ESGD, "adahessian": AdaHessian,
+    "simple": SimpleNG, "adam": Adam, "adamw": AdamW, "muon": Muon,
 }
 
 __all__ = [
-    "EKFAC", "KBFGS", "KFAC", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW", "DiagonalNG",
-    "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon",
-    "Preconditioner", "Shampoo", "SimpleNG", "UnitWiseNG",
+    "EKFAC", "ESGD", "GGT", "KBFGS", "KFAC", "METHODS", "MFAC", "PSGD", "SENG", "SFN", "SKFAC", "SMWNG", "SOAP", "TNT", "TONGA",
+    "AdaHessian", "Adam", "AdamW", "DiagonalNG", "DummyObject", "FullNG", "GradientMaker", "HessianFree",
+    "LayerWiseNG", "Method", "Muon", "Preconditioner", "Shampoo", "SimpleNG", "UnitWiseNG",
 ]
 
 

@@ -1,19 +1,8 @@
 """Interface of all preconditioners, which replace the gradient g by P g before an optimizer step.
 
-    preconditioner = KFAC(model, damping=1e-3)
-    loss = preconditioner.evaluate(lambda: loss_fn(model(x), y))    # forward and backward pass
-    preconditioner.step()                                           # p.grad <- P p.grad
-    optimizer.step()
-
-A method consists of four functions for one layer. `measure` maps rows or gradients to statistics
-that can be averaged, `invert` maps statistics to the inverse, `direction` applies it, and `layout`
-describes the stored tensors. A method without layer statistics, such as Adam, overrides
-`update_curvature` and `apply` instead. `FisherMethod` is the base of methods that need rows.
-
-`CurvatureAverage` holds statistics, `Blocks` the parameters of a layer, `Replicas` the ranks of a
-process group, and `Traits` the properties that decide where a method can be used.
-
-Letters: O outputs, I inputs (with the 1 of the bias).
+`measure` maps rows or gradients of a layer to statistics that can be averaged, `invert` maps them
+to the inverse, `direction` applies it, and `layout` describes the stored tensors. A method without
+them, such as Adam, overrides `update_curvature` and `apply`.
 """
 
 from __future__ import annotations
@@ -49,18 +38,15 @@ class Preconditioner(Estimates):
 
     Args:
         model: the module whose parameters' `.grad` are preconditioned.
-        damping: added to the curvature of the mean loss per row; above 0, typically 1e-4 to 1.
-            Default 1e-2.
+        damping: added to the curvature of the mean loss per row; typically 1e-4 to 1. Default 1e-2.
         curvature_interval: steps between curvature updates: a number, ((from step, number), ..) or
             a function of the step. Default 1.
         inverse_interval: steps between inverses (roots, bases), as above. Default 1.
         ema_decay: decay of the moving average of the curvature, in [0, 1); 0 uses the last
             minibatch only. Default 0.95.
-        kl_clip: limit on lr^2 <P g, g>, for which `step` needs lr; 0 = none (default). kfac-pytorch
-            uses 1e-3.
+        kl_clip: limit on lr^2 <P g, g>, for which `step` needs lr; 0 = none (default).
         max_grad_norm: limit on the L2 norm of the preconditioned gradient; 0 = none (default).
-        graft: "gradient" scales the direction of each layer to the norm of its plain gradient;
-            default "none".
+        graft: "gradient" gives each layer's direction the norm of its gradient; default "none".
         skip: modules (by name, pattern or class) and parameters (by name or pattern) that keep
             their gradient.
         layer_options: damping and ema_decay of single layers by name or pattern, such as
@@ -82,12 +68,8 @@ class Preconditioner(Estimates):
         self.replicas = Replicas(self.model, type(self).__name__, self.traits)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or pickle, without the current minibatch, whose graph cannot
-        be copied.
-        """
+        """Return the state of a copy, without the minibatch, whose graph cannot be copied."""
         return {**vars(self), "_holding": contextlib.nullcontext(), "_held": {}}
-
-    # methods override these
 
     def measure(self, name: str, seen: Any) -> State:
         """Compute statistics of one layer in one minibatch, from its rows or its gradient."""
@@ -102,10 +84,7 @@ class Preconditioner(Estimates):
         raise NotImplementedError
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
-        """Return (L: O x O, R: I x I) if P g is L G R with symmetric factors.
-
-        None otherwise or if unknown.
-        """
+        """Return (L: O x O, R: I x I) if P g is L G R with symmetric factors; None otherwise."""
         return None
 
     def can_hold(self, name: str, inverse: State) -> bool:
@@ -118,22 +97,16 @@ class Preconditioner(Estimates):
         assert factors is not None
         return rows.preconditioned(*factors)
 
-    # one step
-
     def evaluate(self, closure: Callable[[], Tensor], *, num_rows: int | None = None) -> Tensor:
-        """Run the forward and backward pass of a minibatch; gradients are added to `.grad`.
+        """Run the forward and backward pass, add gradients to `.grad`, and return the loss.
 
-        Methods that evaluate a minibatch again after the optimizer step keep the closure and call
-        it once more. It must then return the same loss for the same parameters. Use autocast inside
-        the closure.
+        Methods that evaluate a minibatch again after the optimizer step call the closure once more.
+        It must then return the same loss for the same parameters. Use autocast inside it.
 
         Args:
             closure: runs the model and returns the loss.
-            num_rows: number of rows (frames, samples) that the loss is a mean over, for
-                unrecognized losses; see `watch`.
-
-        Returns:
-            The loss.
+            num_rows: number of rows (frames, samples) of a mean, for unrecognized losses; see
+                `watch`.
 
         Raises:
             ConfigError: the closure returned no loss, or has called backward itself.
@@ -152,14 +125,12 @@ class Preconditioner(Estimates):
                 # Torch has no separate class for this error.
                 if "backward through the graph a second time" not in str(error):
                     raise
-                raise ConfigError("the graph of the loss was differentiated before: evaluate() calls "
-                                  "backward itself, so the closure returns the loss without "
-                                  "loss.backward(). Call detach() on a state that is kept from an "
-                                  "earlier minibatch.") from error
+                raise ConfigError("the graph of the loss was differentiated before: evaluate() calls backward itself, so the "
+                                  "closure returns the loss without loss.backward(). Call detach() on a state that is "
+                                  "kept from an earlier minibatch.") from error
             return loss.detach()
 
-    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None, *,
-                          num_rows: int | None = None) -> Tensor:
+    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None, *, num_rows: int | None = None) -> Tensor:
         """Run `evaluate` and `step` together, with the same result in less time.
 
         Use it in loops that do not change gradients in between. For layers wider than the
@@ -213,11 +184,7 @@ class Preconditioner(Estimates):
 
     @torch.no_grad()
     def step(self, lr: float | None = None) -> None:
-        """Replace `.grad` of every parameter by the preconditioned gradient.
-
-        Args:
-            lr: learning rate of the optimizer; only kl_clip needs it.
-        """
+        """Replace `.grad` of every parameter by P g; only kl_clip needs the learning rate."""
         with without_autocast(self.generator.device.type):
             self._step(lr)
 
@@ -248,16 +215,18 @@ class Preconditioner(Estimates):
         found = self._limited(grads, held, directions, lr)
         for name, p in parameters.items():
             if name in found:
-                _give(p, self.blocks.oriented(name, found[name]))
+                direction = self.blocks.oriented(name, found[name])
+                # In place, because an existing gradient may be a view of a buffer.
+                if p.grad is None or p.grad.layout is not torch.strided:
+                    p.grad = direction.to(p.dtype).view_as(p)
+                elif p.grad is not direction:
+                    p.grad.copy_(direction)
         if lacks_estimates and self.last["curvature"] != self.num_steps:
             self.renew()
         self.num_steps += 1
 
     def held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
-        """Return factored gradients that are complete.
-
-        Multiply out the others and add them to `.grad`.
-        """
+        """Return factored gradients that are complete; add the others to `.grad`."""
         held, self._held = self._held, {}
         for name, rows in list(held.items()):
             if any(parameters[each].grad is not None for each in self.blocks.names(name)):
@@ -295,8 +264,6 @@ class Preconditioner(Estimates):
         """
         self.replicas.split(group)
 
-    # curvature and directions
-
     def update_curvature(self, seen: Any) -> None:
         """Update with the gradients of a minibatch, or what else the method records."""
         # With `split_work` these are already means over all ranks.
@@ -308,20 +275,18 @@ class Preconditioner(Estimates):
         if not self.statistics.add(name, new, self.option(name, "ema_decay")):
             self.note_skipped()
 
-    def curvature(self, name: str) -> State:
+    def mean_statistics(self, name: str) -> State:
         """Return the averaged statistics of a layer."""
         return self.statistics.mean(name)
 
     def refresh(self) -> None:
-        """Update the inverses from the averaged curvature.
-
-        After `split_work` the ranks share the layers.
-        """
+        """Update the inverses from the averaged curvature; ranks of `split_work` share layers."""
         if self.replicas.comm is not None:
-            self.inverses |= self.replicas.comm.inverted(self.statistics, lambda name: self.inverted(name, self.curvature(name)))
+            self.inverses |= self.replicas.comm.inverted(
+                self.statistics, lambda name: self.inverted(name, self.mean_statistics(name)))
             return
         for name in self.statistics:
-            self.inverses[name] = self.inverted(name, self.curvature(name))
+            self.inverses[name] = self.inverted(name, self.mean_statistics(name))
 
     def inverted(self, name: str, known: State) -> State:
         """Return the result of `invert`, in the layout after a restart."""
@@ -339,8 +304,7 @@ class Preconditioner(Estimates):
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return P g of the parameters in the block of a weight."""
-        factors = self.factors(inverse)
-        if factors is None:
+        if (factors := self.factors(inverse)) is None:
             return self.blocks.parted(name, self.direction(name, inverse, self.blocks.joined_one(name, grads)), grads)
         left_OO, right_II = factors
         block = self.blocks.names(name)
@@ -360,57 +324,29 @@ class Preconditioner(Estimates):
     def _limited(self, grads: Mapping[str, Tensor], held: Mapping[str, FactoredGrad], found: dict[str, Tensor],
                  lr: float | None) -> dict[str, Tensor]:
         if self.graft == "gradient":
+            # The learning rate then has the meaning that it has for SGD.
             biases = {bias for weight, bias in self.blocks.bias_of.items() if weight in found}
-            blocks = {name: [each for each in self.blocks.names(name) if each in found] for name in found if name not in biases}
-            norms = {name: held[name].norm() if name in held else _norm_of([grads[each] for each in block])
-                     for name, block in blocks.items()}
-            found = _grafted(found, blocks, norms)
+            plain, found = found, dict(found)
+            for name in [name for name in plain if name not in biases]:
+                block = [each for each in self.blocks.names(name) if each in plain]
+                own = _norm_of([plain[each] for each in block])
+                norm = held[name].norm() if name in held else _norm_of([grads[x] for x in block])
+                numbers = torch.finfo(norm.dtype)
+                # A zero direction stays zero.
+                scale = (norm / own.clamp(min=numbers.tiny)).clamp(max=numbers.max)
+                for each in block:
+                    found[each] = plain[each] * scale
         if self.kl_clip:
-            found = _kl_clipped(found, grads, self.kl_clip, lr)
+            if lr is None:
+                raise ConfigError("kl_clip needs the learning rate: call step(lr=...) with the learning rate of the optimizer.")
+            change = lr * lr * sum(float((found[name] * g).sum()) for name, g in grads.items())
+            factor = min(1.0, (self.kl_clip / max(abs(change), _TINY)) ** 0.5)
+            found = {name: value * factor for name, value in found.items()}
         if self.max_grad_norm and found:
-            found = _norm_limited(found, self.max_grad_norm)
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(found.values()))))
+            scale = (self.max_grad_norm / norm.clamp(min=_TINY)).clamp(max=1.0)
+            found = {name: value * scale for name, value in found.items()}
         return found
-
-def _give(p: nn.Parameter, direction: Tensor) -> None:
-    """Set the gradient of a parameter in place, because an existing gradient may be a view of a
-    buffer.
-    """
-    if p.grad is None or p.grad.layout is not torch.strided:
-        p.grad = direction.to(p.dtype).view_as(p)
-    elif p.grad is not direction:
-        p.grad.copy_(direction)
-
-
-def _grafted(found: Mapping[str, Tensor], blocks: Mapping[str, Sequence[str]], norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scale the direction of each block to the norm of its gradient.
-
-    The learning rate then has the meaning that it has for SGD.
-    """
-    scaled = dict(found)
-    for name, block in blocks.items():
-        numbers = torch.finfo(norms[name].dtype)
-        # A zero direction stays zero.
-        scale = (norms[name] / _norm_of([found[each] for each in block]).clamp(min=numbers.tiny)).clamp(max=numbers.max)
-        for each in block:
-            scaled[each] = found[each] * scale
-    return scaled
-
-
-def _kl_clipped(found: Mapping[str, Tensor], grads: Mapping[str, Tensor], limit: float, lr: float | None) -> dict[str, Tensor]:
-    """Multiply directions by min(1, sqrt(limit / lr^2 |<P g, g>|))."""
-    if lr is None:
-        raise ConfigError("kl_clip needs the learning rate: call step(lr=...) with the learning "
-                          "rate of the optimizer.")
-    change = lr * lr * sum(float((found[name] * g).sum()) for name, g in grads.items())
-    scale = min(1.0, (limit / max(abs(change), _TINY)) ** 0.5)
-    return {name: value * scale for name, value in found.items()}
-
-
-def _norm_limited(found: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """Scale directions to a joint L2 norm of at most `limit`."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(found.values()))))
-    scale = (limit / norm.clamp(min=_TINY)).clamp(max=1.0)
-    return {name: value * scale for name, value in found.items()}
 
 
 def _norm_of(parts: Sequence[Tensor]) -> Tensor:

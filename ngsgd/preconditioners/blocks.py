@@ -1,7 +1,4 @@
-"""Blocks of parameters, and the parameters of a model that a method treats.
-
-Letters: O outputs, I inputs (with the 1 of the bias).
-"""
+"""Blocks of parameters; letters: O outputs, I inputs (with the 1 of the bias)."""
 
 from __future__ import annotations
 
@@ -16,17 +13,13 @@ from torch import Tensor, nn
 from ngsgd.curvature.layers import has_transposed_weight
 from ngsgd.errors import ConfigError
 
+# of a dense matrix: 1.6 GB in float32
+_MAX_DIMENSION = 20_000
 _AFFINE = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
 
 
 class Blocks:
-    """Blocks of a model by the name of their weight: an affine weight and its bias, or one tensor.
-
-    Args:
-        model: the module to precondition.
-        skipped: parameters that belong to no block.
-        joins_bias: whether weight and bias of an affine layer form one block.
-    """
+    """Blocks of a model by the name of their weight: affine weight and bias, or one tensor."""
 
     def __init__(self, model: nn.Module, skipped: Collection[str], joins_bias: bool) -> None:
         self._model = model
@@ -34,8 +27,7 @@ class Blocks:
         # as one tied to an embedding, is removed when its curvature is measured.
         self.bias_of = affine_biases(model, skipped) if joins_bias else {}
         # weights of shape inputs x outputs
-        self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules()
-                            if has_transposed_weight(module)}
+        self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules() if has_transposed_weight(module)}
 
     def names(self, weight: str) -> list[str]:
         """Return the parameters of the block of a weight."""
@@ -113,13 +105,8 @@ def affine_biases(model: nn.Module, skipped: Collection[str]) -> dict[str, str |
 
 
 def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
-    """Return the names of the parameters that `skip` excludes.
-
-    An entry is the name of a module, a pattern of such names, or a class name; it selects all
-    parameters inside the module. It may also be the name of a parameter or a pattern of such names.
-
-    Raises:
-        ConfigError: an entry matches nothing.
+    """Return the names of the parameters that `skip` excludes: by name, pattern or class of a
+    module, or by name or pattern of a parameter; ConfigError for an entry that matches nothing.
     """
     modules = [(name, getattr(module, "plain_class", type(module)).__name__, {id(p) for p in module.parameters()})
                for name, module in model.named_modules(remove_duplicate=False)]
@@ -134,8 +121,7 @@ def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
             known = {name for name, _ in parameters}.union(*({name, kind} for name, kind, _ in modules))
             near = get_close_matches(entry, sorted(known), n=3, cutoff=0.5)
             remedy = f"did you mean {' or '.join(near)}?" if near else "see named_parameters()."
-            problems.append(f"skip has {entry!r}, which is no name of a module, a parameter or a "
-                            f"class of the model; {remedy}")
+            problems.append(f"skip has {entry!r}, which is no name of a module, a parameter or a class of the model; {remedy}")
         skipped.update(*found)
     if problems:
         raise ConfigError(problems)
@@ -144,8 +130,7 @@ def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
 
 def require_parameters(model: nn.Module, method: str) -> nn.Parameter:
     """Return the first parameter of a model; raise ConfigError if it has none."""
-    first = next(model.parameters(), None)
-    if first is None:
+    if (first := next(model.parameters(), None)) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters, so {method} has no gradient to "
                           "compute; give the module whose parameters the optimizer trains.")
     return first
@@ -165,3 +150,10 @@ def require_supported(model: nn.Module, skipped: Collection[str], method: str) -
                             f"skip=({name.rpartition('.')[0] or name!r},).")
     if problems:
         raise ConfigError(problems)
+
+
+def require_small(name: str, dimension: int, largest: int = _MAX_DIMENSION, choose: str = "KFAC, SMWNG or SENG") -> None:
+    """Raise ConfigError for a dense matrix that is too large."""
+    if dimension > largest:
+        raise ConfigError(f"{name} has {dimension} parameters, whose dense curvature would take "
+                          f"{dimension**2 * 4 / 1e9:.2g} GB; choose {choose}, or skip the layer.")

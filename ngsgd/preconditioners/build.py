@@ -12,31 +12,22 @@ from ngsgd.config import OptimizerConfig, unused_in
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.blocks import skipped_parameters
+from ngsgd.preconditioners.methods.torch_optimizers import CustomOptimizer, maker
 from ngsgd.preconditioners.states import mean_state
 
 # Option of a run -> option of the library class, where the names differ.
-LIBRARY_NAMES = {"curvature_state": "averaging", "beta1": "momentum",
-                 "decoupled_weight_decay": "weight_decay"}
+LIBRARY_NAMES = {"curvature_state": "averaging", "beta1": "momentum", "decoupled_weight_decay": "weight_decay"}
 # Options of SGD, which the classes do not have.
-_OF_SGD = ("kind", "momentum", "max_change", "max_param_change", "weight_decay",
-           "proportional_shrink", "layer_options", "equalize_layers")
+_OF_SGD = ("kind", "_target_", "args", "search_path", "momentum", "max_change", "max_param_change", "weight_decay", "layer_options")
 
 
-def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int,
-                        complete: nn.Module | None = None) -> Preconditioner:
-    """Create the preconditioner of a run.
+def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int, complete: nn.Module | None = None) -> Preconditioner:
+    """Create the preconditioner of a run, or raise KeyError for ngsgd and sgd, which have none.
 
-    Args:
-        model: the network to train.
-        config: the optimizer section.
-        seed: seed of the run and the job, for random samples.
-        complete: the final network of layer-wise training, of which `model` is the current part;
-            `skip` may name any module.
-
-    Raises:
-        ConfigError: `skip` matches nothing.
-        KeyError: the kind is ngsgd or sgd, which have no preconditioner.
+    `skip` may name any module of `complete`, of which layer-wise training has grown `model` so far.
     """
+    if config._target_:
+        return CustomOptimizer(model, make=maker(config), averaging=config.curvature_state, seed=seed)
     given = {name: getattr(config, name) for name in options_of(config)}
     skip = tuple(filter(None, given.pop("skip").replace(" ", "").split(",")))
     if complete is not None:
@@ -58,5 +49,4 @@ State = Mapping[str, Mapping[str, Any]]
 
 def mean_of_states(config: OptimizerConfig) -> Callable[[Sequence[State]], State] | None:
     """Return the function that averages the states of the jobs, if configured."""
-    averages = config.preconditions and config.curvature_state == "average"
-    return mean_state if averages else None
+    return mean_state if config.preconditions and config.curvature_state == "average" else None

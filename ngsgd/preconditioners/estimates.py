@@ -70,6 +70,9 @@ def is_finite(state: State) -> bool:
 class Estimates(MethodArguments):
     """Statistics and inverses by weight, with the counters of their updates."""
 
+    # name of the method in states; empty: that of the class
+    title = ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.averaging == "average":
@@ -93,31 +96,18 @@ class Estimates(MethodArguments):
         self.follow(dict(self.model.named_parameters()))
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout | None:
-        """Return the shapes of the tensors of a parameter; None: they are not checked.
-
-        Args:
-            name: name of the parameter.
-            entry: its tensors, for methods with several forms.
-        """
+        """Return the shapes of `entry`, the tensors of a parameter; None: they are not checked."""
         return None
 
     def layout_of(self, name: str, entry: Mapping[str, Tensor]) -> Layout | None:
         """Return `layout`, or that of an entry that methods share."""
         return self.layout(name, entry)
 
-    @property
-    def is_joint(self) -> bool:
-        """Whether the estimates of all layers belong together."""
-        return False
-
     def follow(self, parameters: dict[str, nn.Parameter]) -> bool:
         """Adapt the estimates if parameters were replaced, converted, moved, frozen or unfrozen.
 
-        Estimates follow the dtype and device of their parameter. Those of another shape start
-        again.
-
-        Returns:
-            Whether parameters have no estimate now, and need a curvature update.
+        Estimates of another shape start again. Returns whether parameters have none now, and need a
+        curvature update.
         """
         seen = list(map(_DECISIVE, parameters.values()))
         if seen == self.seen_parameters and parameters.keys() == self.parameters.keys():
@@ -132,8 +122,7 @@ class Estimates(MethodArguments):
         self.blocks = Blocks(self.model, self.skipped, self.traits.joins_bias)
         if not before:
             return False
-        device = next(iter(parameters.values())).device
-        if device != self.generator.device:
+        if (device := next(iter(parameters.values())).device) != self.generator.device:
             self.generator = torch.Generator(device).manual_seed(self.seed)
         now = [(name, *one) for name, one in zip(parameters, seen, strict=True)]
         layers_differ = [(name, shape, is_trained) for name, shape, *_, is_trained in before] \
@@ -191,14 +180,12 @@ class Estimates(MethodArguments):
         self.last = dict.fromkeys(self.last)
 
     def note_skipped(self) -> None:
-        """Count the minibatch of this step, once, as excluded from the curvature; warn of it.
-
-        Warn again when the number has grown tenfold.
-        """
+        """Count this minibatch, once, as excluded from the curvature, and warn of it."""
         if self._skipped_at == self.num_steps:
             return
         self._skipped_at = self.num_steps
         self.num_skipped += 1
+        # Warn again when the number has grown tenfold.
         if has_grown(self.num_skipped, self._num_reported):
             self._num_reported = self.num_skipped
             warn(f"{type(self).__name__}: {self.num_skipped} of {self.num_steps + 1} minibatches were excluded "
@@ -222,7 +209,7 @@ class Estimates(MethodArguments):
         last = {f"last_{key}": -1 if value is None else value for key, value in self.last.items()}
         covered = {"covered": states.packed_text("\n".join(self._covered))} if self.is_joint else {}
         return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last, "generator": self.generator.get_state(),
-                "method": states.packed_text(type(self).__name__),
+                "method": states.packed_text(self.title or type(self).__name__),
                 "parameters": states.packed_text(states.shapes_text(self.model.named_parameters())), **covered}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -265,7 +252,7 @@ class Estimates(MethodArguments):
 
     def _checked(self, state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
         """Return (tensors by parameter, weights) of a state; raise OptimizerStateError."""
-        method, parameters = type(self).__name__, dict(self.model.named_parameters())
+        method, parameters = (self.title or type(self).__name__), dict(self.model.named_parameters())
         states.require_counters(state, self._counters(), method, parameters)
         layers, weights = {}, {}
         # Size of the matrix of several layers.
@@ -286,10 +273,7 @@ class Estimates(MethodArguments):
         return layers, weights
 
     def average(self, each: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        """Load the mean of the curvature of several workers.
-
-        The next step updates curvature and inverses.
-        """
+        """Load the mean of the curvature of several workers; the next step updates the inverses."""
         self._require_mean()
         if not each:
             raise ConfigError("average() was given no state; give the state_dict() of each worker.")

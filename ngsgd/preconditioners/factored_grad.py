@@ -1,13 +1,7 @@
 """Gradients of affine layers in factored form, G = e^T [a 1], until they are preconditioned.
 
-For P g = L G R the rows can be preconditioned before their product,
-
-    L G R = (e L)^T ([a 1] R),
-
-which costs X O^2 + X I^2 multiplications instead of I O^2 + O I^2. This is cheaper if a minibatch
-has fewer rows than the width of the layer; each side uses the cheaper order.
-
-Letters: X rows, O outputs, I inputs (with the 1 of the bias).
+P g = L G R = (e L)^T ([a 1] R) costs X O^2 + X I^2 multiplications instead of I O^2 + O I^2, and
+each side uses the cheaper order. Letters: X rows, O outputs, I inputs (with the 1 of the bias).
 """
 
 from __future__ import annotations
@@ -50,21 +44,19 @@ class FactoredGrad(NamedTuple):
         """Return L G R, (of the weight, of the bias)."""
         by_rows_in, by_rows_out = is_cheaper_by_rows(len(self.a_XI), len(left_OO), len(right_II))
         e_XO = gemm.mm(self.e_XO, left_OO) if by_rows_out else self.e_XO
-        if by_rows_in:
-            a_XI, one_X = self._inputs(right_II)
-            weight, bias = _weight(e_XO, a_XI), None if one_X is None else e_XO.T @ one_X
-        else:
+        if not by_rows_in:
             weight, bias = multiplied_right(_weight(e_XO, self.a_XI), e_XO.sum(dim=0) if self.has_bias else None, right_II)
+        elif not self.has_bias:
+            weight, bias = _weight(e_XO, gemm.mm(self.a_XI, right_II)), None
+        else:
+            # [a 1] R without the last column, and that column
+            of_a_II, last_I = right_II[:-1], right_II[-1]
+            a_XI = gemm.linear(self.a_XI, of_a_II[:, :-1].T, last_I[:-1])
+            one_X = torch.mv(self.a_XI, of_a_II[:, -1]).add_(last_I[-1])
+            weight, bias = _weight(e_XO, a_XI), e_XO.T @ one_X
         if not by_rows_out:
             weight, bias = gemm.mm(left_OO, weight), None if bias is None else left_OO @ bias
         return weight, bias
-
-    def _inputs(self, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return [a 1] R without the last column, and that column."""
-        if not self.has_bias:
-            return gemm.mm(self.a_XI, right_II), None
-        of_a_II, last_I = right_II[:-1], right_II[-1]
-        return gemm.linear(self.a_XI, of_a_II[:, :-1].T, last_I[:-1]), torch.mv(self.a_XI, of_a_II[:, -1]).add_(last_I[-1])
 
 
 def _weight(e_XO: Tensor, a_XI: Tensor) -> Tensor:
@@ -94,17 +86,11 @@ def products_of(x_XD: Tensor) -> Tensor:
 
 
 class RowGradients(TorchFunctionMode):
-    """Function mode that records rows instead of the weight gradients of
-    `torch.nn.functional.linear`.
-
-    Other uses of a weight, such as a penalty or another layer, still add to `.grad`. A backward
-    pass that does not reach parameters, such as a gradient with respect to an input, records no
-    rows.
+    """Function mode that records rows instead of weight gradients of `torch.nn.functional.linear`.
 
     Args:
         biases: weight name -> bias name or None, of the supported layers.
-        joined: whether biases are recorded with their weights; otherwise they get their gradient in
-            `.grad`.
+        joined: record biases with their weights; otherwise `.grad` gets them, as from other uses.
         wanted: called with the weight name and (rows, outputs, inputs with the 1 of the bias) at
             each call; True selects it.
     """
@@ -145,11 +131,7 @@ class RowGradients(TorchFunctionMode):
 
 
 class _RowsSlot:
-    """Storage for the rows of one call, filled when autograd reaches the parameters of the call.
-
-    The node of a parameter runs only in passes that differentiate with respect to it. An additional
-    argument of the call, an empty tensor, represents the parameters.
-    """
+    """Storage for the rows of one call, in which an empty tensor as an argument stands for them."""
 
     def __init__(self, rows: dict[str, list[tuple[Tensor, Tensor]]], name: str, token: Tensor) -> None:
         self._rows, self._name = rows, name
@@ -166,8 +148,7 @@ class _LinearWithRows(torch.autograd.Function):
     """`torch.nn.functional.linear` that stores rows instead of a weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor,
-                place: _RowsSlot, joined: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, place: _RowsSlot, joined: bool) -> Tensor:
         ctx.place, ctx.has_bias, ctx.joined = place, bias is not None, joined
         ctx.save_for_backward(x, weight)
         return gemm.linear(x, weight, bias)

@@ -1,15 +1,21 @@
-"""Base of the methods that need the rows of a minibatch: Fisher and Gauss-Newton matrices."""
+"""Base of the methods that need the rows of a minibatch, and Kaldi's simple method.
+
+Letters: N samples, X rows (samples, positions), O outputs, I inputs (with the 1 of the bias).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.errors import ConfigError, warn
+from ngsgd.ops.simple_natural_gradient import precondition_simple
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.estimates import is_finite
 from ngsgd.preconditioners.fisher_recorder import FISHERS, FisherRecorder, FisherSample, Rows
@@ -20,15 +26,13 @@ _MUCH = 0.3
 
 
 class FisherMethod(Preconditioner):
-    """Methods whose `measure` gets the `Rows` of an affine layer.
-
-    Parameters outside affine layers have the diagonal of their Fisher matrix, "squares", as
-    statistics and inverse.
+    """Methods that measure `Rows` of affine layers; others have the diagonal of F, "squares".
 
     Args:
         fisher: "empirical" (default), "mc" (Monte Carlo samples of the targets) or "exact"
             (Gauss-Newton).
         num_draws: Monte Carlo samples per row with "mc". Default 1.
+        options: see `Preconditioner`.
     """
 
     fisher: str = "empirical"
@@ -36,6 +40,8 @@ class FisherMethod(Preconditioner):
 
     def problems(self) -> list[str]:
         found = [*super().problems(), *self.choice("fisher", *FISHERS), *self.at_least("num_draws", 1)]
+        if self.num_draws > 1 and self.fisher != "mc":
+            found.append(f"num_draws has no effect with fisher={self.fisher!r}; remove it.")
         if self.traits.fisher == "empirical" and self.fisher in ("mc", "exact"):
             found.append(f"fisher is {self.fisher!r}; it must be \"empirical\", because this method needs "
                          "derivatives of the loss itself.")
@@ -72,30 +78,23 @@ class FisherMethod(Preconditioner):
         recorder, self._recorder = self._recorder, None
         if sample is None:
             if self.last["curvature"] is None:
-                raise ConfigError(f"{type(self).__name__} has not processed a minibatch; run "
-                                  "its forward and backward pass inside `with "
-                                  "preconditioner.watch():`.")
+                raise ConfigError(f"{type(self).__name__} has not processed a minibatch; run its forward and "
+                                  "backward pass inside `with preconditioner.watch():`.")
             return False
         if recorder is not None:
             recorder.forget()
         seen = {*sample.rows, *sample.squares}
         self.update_curvature(replace(sample, is_last=True))
         if self.last["curvature"] is None and seen:
-            self._warn_of_plain(grads, {*seen, *(self.blocks.bias_of.get(name) for name in seen)})
+            covered = {*seen, *(self.blocks.bias_of.get(name) for name in seen)}
+            sizes = {name: p.numel() for name, p in self.parameters.items() if p.requires_grad and name not in self.skipped}
+            plain = [name for name in grads if name not in covered]
+            share = sum(sizes.get(name, 0) for name in plain) / max(sum(sizes.values()), 1)
+            if share > _MUCH:
+                names = ", ".join([*plain[:5], "..."] if len(plain) > 5 else plain)
+                warn(f"{type(self).__name__} does not precondition {100.0 * share:.0f} % of the parameters, because "
+                     f"the minibatch had no curvature for them: {names}; add their layers to skip= if this is intended.")
         return True
-
-    def _warn_of_plain(self, grads: Mapping[str, Tensor], covered: Collection[str | None]) -> None:
-        """Warn after the first update if much of the model keeps its plain gradient without being
-        skipped.
-        """
-        sizes = {name: p.numel() for name, p in self.parameters.items() if p.requires_grad and name not in self.skipped}
-        plain = [name for name in grads if name not in covered]
-        share = sum(sizes.get(name, 0) for name in plain) / max(sum(sizes.values()), 1)
-        if share > _MUCH:
-            names = ", ".join([*plain[:5], "..."] if len(plain) > 5 else plain)
-            warn(f"{type(self).__name__} does not precondition {100.0 * share:.0f} % of "
-                 "the parameters, because the minibatch had no curvature for them: "
-                 f"{names}; add their layers to skip= if this is intended.")
 
     def update_curvature(self, seen: FisherSample) -> None:
         """Update with the rows of a minibatch."""
@@ -127,15 +126,12 @@ class FisherMethod(Preconditioner):
             self.note_skipped()
 
     def is_passed_on(self, name: str) -> bool:
-        """Return whether the statistics of a layer are unused after the inversion, and need not be
-        kept.
-        """
+        """Return whether the statistics of a layer are unused after the inversion."""
         return self.traits.passes_on and self.option(name, "ema_decay") == 0.0 and self.averaging != "average" \
             and self.is_due("inverse")
 
     def pass_on(self, name: str, new: State) -> None:
-        """Invert statistics, in their memory if the method supports it."""
-        # Its memory is reused.
+        """Invert statistics, in their memory or that of the last inverse if supported."""
         self.inverses.pop(name, None)
         self.statistics.forget(name)
         self.overwrites = True
@@ -156,3 +152,51 @@ class FisherMethod(Preconditioner):
         if any(key.endswith(".squares") for key in entry):
             return dict.fromkeys(("statistics.squares?", "inverse.squares?"), (self.blocks.shape(name).numel(),))
         return super().layout_of(name, entry)
+
+
+class SimpleNG(FisherMethod):
+    """Simple natural gradient of Kaldi; stateless.
+
+    Affine layers use alpha instead of damping. Other layers use the diagonal of one minibatch.
+
+    Args:
+        alpha: smoothing towards the identity, in units of the mean eigenvalue. Default 4, as in
+            Kaldi.
+        options: see `Preconditioner`.
+
+    Source: arXiv 1410.7455, Appendix A.
+    """
+
+    ema_decay: float = 0.0
+    alpha: float = 4.0
+    traits = TRAITS["simple"]
+
+    def problems(self) -> list[str]:
+        found = [] if self.alpha > 0.0 else [f"alpha is {self.alpha}; it must be above 0."]
+        if self.layer_options:
+            found.append("layer_options have no effect here; remove them.")
+        return [*super().problems(), *found]
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return dict.fromkeys(("statistics.direction", "inverse.direction"), self.blocks.sides(name)[:2])
+
+    def measure(self, name: str, rows: Rows) -> State:
+        """Return the direction, for a gradient of norm 1; it is valid for this minibatch only."""
+        a_XI, e_XO = rows.a_NTI.flatten(0, 1), rows.e_VNTO.flatten(0, 2)
+        plain = (e_XO.T @ a_XI).norm()
+        made = self._preconditioned(e_XO).T @ self._preconditioned(a_XI)
+        return {"direction": made / plain.clamp(min=torch.finfo(plain.dtype).tiny)}
+
+    def _preconditioned(self, rows_XD: Tensor) -> Tensor:
+        """Precondition the rows of one side of a layer and restore their norm."""
+        if not bool(rows_XD.isfinite().all()):
+            # The statistics are then not finite, and the update is counted as skipped.
+            return rows_XD
+        return precondition_simple(rows_XD, self.alpha)
+
+    def invert(self, name: str, known: State) -> State:
+        return known
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        direction_OI: Tensor = inverse["direction"] * g_OI.norm()
+        return direction_OI

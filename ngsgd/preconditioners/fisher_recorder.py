@@ -1,36 +1,31 @@
 """Recording of input rows and derivative rows of every affine layer, scaled once for all methods.
 
-The curvature is that of the loss divided by the total weight W of its rows (torch's mean). It does
-not depend on the reduction of the loss, on masks, or on the scale of a GradScaler: F = 1/R sum_r
-g_r g_r^T over R rows. `fisher` selects the derivatives g_r:
+F = 1/R sum_r g_r g_r^T over R rows of the loss, whatever its reduction, masks or scale:
 
     "empirical"  of the loss itself, from the ordinary backward pass
     "mc"         of `num_draws` Monte Carlo samples of the targets from the prediction
     "exact"      columns of the root of the loss Hessian: F is the generalized Gauss-Newton matrix
 
-Letters: V vectors, N samples, T positions, R rows of the loss (frames), I inputs (and 1 for the
-bias), O outputs.
+Letters: V vectors, N samples, T positions, R rows, I inputs (and 1 for the bias), O outputs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ngsgd.curvature import losses
-from ngsgd.curvature.capture import Capture, LayerCall, Record
-from ngsgd.curvature.completeness import probe
+from ngsgd.curvature.capture import Capture
 from ngsgd.curvature.forms.grad_forms import OuterProduct, joined
-from ngsgd.curvature.layers import UseShare, without_autocast
+from ngsgd.curvature.layers import LayerCall, Record, UseShare, without_autocast
 from ngsgd.curvature.loss_interception import LossCalls
-from ngsgd.curvature.samples import next_calls
+from ngsgd.curvature.samples import next_calls, probe
 from ngsgd.errors import ConfigError
 
 FISHERS = ("empirical", "mc", "exact")
@@ -50,9 +45,7 @@ class Rows:
     num_rows: int       # R
 
     def shared(self, sharing: str) -> tuple[Tensor, Tensor]:
-        """Return (N x T x I, V x N x T x O) with positions as rows ("expand") or as one row
-        ("reduce").
-        """
+        """Return (N x T x I, V x N x T x O), with positions as rows ("expand") or as one row."""
         if sharing == "expand" or self.a_NTI.shape[1] == 1:
             return self.a_NTI, self.e_VNTO
         return self.a_NTI.mean(dim=1, keepdim=True), self.e_VNTO.sum(dim=2, keepdim=True)
@@ -86,14 +79,7 @@ class FisherSample:
 
 
 class FisherRecorder:
-    """Record the signals of the forward and backward passes inside.
-
-    Several passes count as one minibatch.
-
-    Raises:
-        ConfigError: no supported loss was differentiated (cross-entropy, mean squared error, binary
-            cross-entropy), or the model has layers with unknown curvature.
-    """
+    """Record the signals of the forward and backward passes inside; all count as one minibatch."""
 
     def __init__(self, model: nn.Module, *, fisher: str, num_draws: int, generator: torch.Generator | None,
                  skipped: Collection[str] = ()) -> None:
@@ -128,8 +114,7 @@ class FisherRecorder:
                               "call cross-entropy, mean squared error or binary cross-entropy "
                               "with logits of torch.")
         if num_rows is not None and num_rows < 1:
-            raise ConfigError(f"num_rows is {num_rows}; give the number of rows that the loss is a "
-                              "mean over, at least 1.")
+            raise ConfigError(f"num_rows is {num_rows}; give the number of rows that the loss is a mean over, at least 1.")
         self._given_now = num_rows or 0
         self._given_rows += self._given_now
 
@@ -152,9 +137,7 @@ class FisherRecorder:
             self._given_rows -= self._given_now
 
     def forget(self) -> None:
-        """Remove hooks and rows now, because reference cycles would keep them until garbage
-        collection.
-        """
+        """Remove hooks and rows now: reference cycles would keep them until garbage collection."""
         self._records.clear()
         self._seen.clear()
         self._capture.forget_listeners()
@@ -163,27 +146,22 @@ class FisherRecorder:
     def signal(self) -> FisherSample:
         """Return the recorded curvature, scaled."""
         if self._is_open and not self._records:
-            raise ConfigError("the layers of the model ran inside watch(), and no backward pass "
-                              "followed before it ended. Call preconditioner.backward(loss) inside "
-                              "`with preconditioner.watch():`, or run both passes with "
-                              "evaluate(closure).")
+            raise ConfigError("the layers of the model ran inside watch(), and no backward pass followed before it ended. Call "
+                              "preconditioner.backward(loss) inside `with preconditioner.watch():`, or run both passes "
+                              "with evaluate(closure).")
         if self._pass < 0 and not self._given_rows:
-            raise ConfigError("the preconditioner found no supported loss. Inside watch(), call "
-                              "cross-entropy, mean squared error or binary cross-entropy with "
-                              "logits from torch, and backward(). Or give the number of rows that "
-                              "the loss is a mean over: evaluate(closure, num_rows=) or "
-                              "watch(num_rows=), with fisher=\"empirical\".")
+            raise ConfigError("the preconditioner found no supported loss. Inside watch(), call cross-entropy, mean squared "
+                              "error or binary cross-entropy with logits from torch, and backward(). Or give the number "
+                              "of rows that the loss is a mean over: evaluate(closure, num_rows=) or watch(num_rows=), "
+                              "with fisher=\"empirical\".")
         if self._pass >= 0 and self._given_rows:
-            raise ConfigError("num_rows was given for some of the passes before this step; give it "
-                              "for all of them or for none.")
+            raise ConfigError("num_rows was given for some of the passes before this step; give it for all of them or for none.")
         if self._others:
-            raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and "
-                              "row weights are unknown. Give the number of rows that the loss is "
-                              "a mean over (num_rows= of evaluate or watch, with "
-                              "fisher=\"empirical\"). For distillation, use cross-entropy with "
-                              "soft targets, which has the gradient of kl_div. Or call backward() "
-                              "for the other part outside watch(), or use a method that needs "
-                              "gradients only (Shampoo, SOAP, PSGD, Muon).")
+            raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and row weights are unknown. Give "
+                              "the number of rows that the loss is a mean over (num_rows= of evaluate or watch, with "
+                              "fisher=\"empirical\"). For distillation, use cross-entropy with soft targets, which has "
+                              "the gradient of kl_div. Or call backward() for the other part outside watch(), or use a "
+                              "method that needs gradients only (Shampoo, SOAP, PSGD, Muon).")
         R, W = (self._given_rows, 1.0) if self._given_rows else (self._num_rows, self._total_weight)
         # Every row is masked.
         if not W > 0.0:
@@ -196,7 +174,13 @@ class FisherRecorder:
         for (call_of_model, number), records in self._records.items():
             joined_records[self._groups[call_of_model], number].extend(records)
         for records in joined_records.values():
-            _require_same_samples(records)
+            sizes: dict[int, int] = {}
+            for one in records:
+                sizes[one.call.forward] = max(sizes.get(one.call.forward, 0), one.num_samples)
+            if len(set(sizes.values())) > 1:
+                raise ConfigError(f"a loss compares outputs of {len(sizes)} calls of the model, which had "
+                                  f"{sorted(set(sizes.values()))} samples; call the model on minibatches of one size, or "
+                                  "compute separate losses.")
             affine, others = _of_pass(records, scale, R)
             for name, uses in affine.items():
                 parts[name].append(uses)
@@ -204,15 +188,14 @@ class FisherRecorder:
                 squares[name] = squares[name] + found if name in squares else found
         return FisherSample(_LayerByLayer(parts, scale, R), squares, R, scale)
 
-    def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
-               again: Callable[[Tensor], Tensor]) -> None:
+    def _noted(self, loss: losses.LossCall, output: Tensor, value: Tensor) -> None:
         if value.requires_grad and not self._capture.is_paused:
             number = None
             if self._fisher != "empirical":
-                losses.require_fixed(target, settings)
+                loss.require_fixed()
                 number = self._mode.add(value)
             self._num_noted += 1
-            value.register_hook(lambda upstream: self._differentiated(number, settings, kind, output, target, upstream))
+            value.register_hook(lambda upstream: self._differentiated(number, loss, output, upstream))
 
     def _noted_other(self, name: str, output: Tensor, value: Tensor) -> None:
         edge = get_gradient_edge(output)
@@ -225,8 +208,7 @@ class FisherRecorder:
         if not self._capture.is_paused and not self._given_now:
             value.register_hook(differentiated)
 
-    def _differentiated(self, number: int | None, settings: dict[str, Any], kind: type[nn.Module], output: Tensor,
-                        target: Tensor, upstream: Tensor) -> None:
+    def _differentiated(self, number: int | None, loss: losses.LossCall, output: Tensor, upstream: Tensor) -> None:
         if self._capture.is_paused or not self._capture.open_calls:
             return
         # A function of a loss has the gradients of the loss times a factor, and other curvature;
@@ -234,10 +216,10 @@ class FisherRecorder:
         if number is not None:
             self._mode.require_term(number, self._capture.open_calls.values())
         with torch.no_grad(), without_autocast(output.device.type):
-            self._begin(output, target)
+            self._begin(output, loss.target)
             if self._given_now:
                 return
-            view = losses.evaluation(settings, kind, output, target, upstream)
+            view = loss.evaluation(output, upstream)
             self._pass += 1
             self._total_weight += float(view.weight_R.sum())
             # A row of an elementwise loss is one vector of elements.
@@ -251,37 +233,28 @@ class FisherRecorder:
                 self._send(view, list(view.columns(N, _CHUNK)))
 
     def _begin(self, output: Tensor, target: Tensor) -> None:
-        """Check the layers below a loss, and join the samples of model calls that one loss
-        compares.
-        """
+        """Check the layers below a loss, and join the samples of model calls that it compares."""
         outputs = [get_gradient_edge(part) for part in (output, target) if part.requires_grad]
         if not outputs:   # a function of parameters only
             return
         self._capture.check_output(outputs[0], output)
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if (task := torch._C._current_graph_task_id()) != self._task:
             self._task, self._several = task, self._num_noted - self._pass > 2
             self._seen.clear()
         calls = self._capture.open_calls
         if len({call.forward for call in calls}) > 1:
-            forwards = sorted({call.forward for call in _reached(outputs, calls)})
+            forwards = sorted({call.forward for output in outputs for call in next_calls(output, calls)})
             groups = {self._group(task, forward) for forward in forwards}
             for key, group in self._groups.items():
                 if group in groups:
                     self._groups[key] = min(groups)
 
     def _group(self, task: int, forward: int) -> int:
-        """Return the group of the samples of a model call.
-
-        The groups of several calls are concatenated.
-        """
+        """Return the group of the samples of a model call; those of several are concatenated."""
         return self._groups.setdefault((task, forward), len(self._groups))
 
     def _count_new(self, view: losses.LossEvaluation, num_rows: int) -> int:
-        """Count the rows that no other loss of this backward pass used.
-
-        For two losses of one output the weights add up; the rows do not.
-        """
+        """Count the rows that no other loss of this backward pass used: only weights add up."""
         if not self._several or not num_rows or not view.output.requires_grad:
             return num_rows
         # Random, so that no sum of them is zero.
@@ -290,8 +263,7 @@ class FisherRecorder:
         counts_R = (view.weight_R > 0).to(rows.dtype)
         u_M = view.like_output(u * (counts_R[:, None] if view.classes else counts_R))[0]
         source = get_gradient_edge(view.output)
-        before = next_calls(source, self._capture.open_calls)
-        if not before:
+        if not (before := next_calls(source, self._capture.open_calls)):
             return num_rows
         with self._capture.paused():
             found = torch.autograd.grad([source], list(before.values()), [u_M], retain_graph=True, allow_unused=True)
@@ -327,12 +299,6 @@ class FisherRecorder:
             self._mode.require_known()
 
 
-def _reached(outputs: list[GradientEdge],
-             calls: Mapping[LayerCall, GradientEdge]) -> list[LayerCall]:
-    """Return the calls on whose outputs the given outputs depend directly."""
-    return [call for output in outputs for call in next_calls(output, calls)]
-
-
 class _LayerByLayer(Mapping[str, Rows]):
     """Rows that are created on access, so that only one layer needs memory at a time."""
 
@@ -340,7 +306,17 @@ class _LayerByLayer(Mapping[str, Rows]):
         self._parts, self._scale, self._num_rows = parts, scale, num_rows
 
     def __getitem__(self, name: str) -> Rows:
-        return _end_to_end([_affine(name, records, self._scale, self._num_rows) for records in self._parts[name]])
+        parts = [_affine(name, records, self._scale, self._num_rows) for records in self._parts[name]]
+        if len(parts) == 1:
+            return parts[0]
+        # The passes are concatenated into one minibatch.
+        if len(lengths := {rows.a_NTI.shape[1] for rows in parts}) > 1:
+            raise ConfigError(f"the minibatches of one step have samples of {sorted(lengths)} positions at {name}; pad them "
+                              f"to one length, or call step() after each.")
+        # A loss of fewer classes has fewer vectors; pad with zeros.
+        V = max(len(rows.e_VNTO) for rows in parts)
+        e_VNTO = [nn.functional.pad(rows.e_VNTO, (0, 0, 0, 0, 0, 0, 0, V - len(rows.e_VNTO))) for rows in parts]
+        return Rows(name, parts[0].bias, torch.cat([rows.a_NTI for rows in parts]), torch.cat(e_VNTO, dim=1), self._num_rows)
 
     def let_go(self, name: str) -> None:
         """Free the records of a layer; it has no rows afterwards."""
@@ -354,18 +330,13 @@ class _LayerByLayer(Mapping[str, Rows]):
 
 
 def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[str, list[Record]], dict[str, Tensor]]:
-    """Split records into (affine layers by weight, squares of all other parameters).
-
-    A layer that is called several times has the positions of all its calls. A weight that is also
-    an embedding is not affine.
-    """
+    """Return (affine layers by weight, squares of all other parameters, also embeddings)."""
     uses: dict[str, list[tuple[Record, UseShare]]] = defaultdict(list)
     for record in records:
         for name, share in record.shares().items():
             uses[name].append((record, share))
     affine = {name: [record for record, _ in each] for name, each in uses.items()
-              if all(record.call.weight == name and isinstance(share,
-                                                               OuterProduct) and share.groups == 1
+              if all(record.call.weight == name and isinstance(share, OuterProduct) and share.groups == 1
                      for record, share in each)}
     covered = {*affine, *(records[0].call.bias for records in affine.values())}
     squares = {name: joined([share for _, share in each]).sum_of_squares() * (scale * scale / num_rows)
@@ -373,39 +344,13 @@ def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[s
     return affine, squares
 
 
-def _require_same_samples(records: list[Record]) -> None:
-    """Reject model calls in one loss whose samples do not correspond."""
-    forwards = {record.call.forward: record for record in records}
-    sizes = {forward: max(one.num_samples for one in records if one.call.forward == forward) for forward in forwards}
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(f"a loss compares outputs of {len(sizes)} calls of the model, which had "
-                          f"{sorted(set(sizes.values()))} samples; call the model on minibatches "
-                          "of one size, or compute separate losses.")
-
-
 def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:
+    """Return the rows of one layer, with the positions of all its calls."""
     bias = records[0].call.bias
-    a_NTI = _side_by_side([record.input_rows() for record in records], dim=1)
+    a_parts, e_parts = ([record.input_rows() for record in records], [record.derivative_rows() for record in records])
+    # torch.cat would copy a single tensor.
+    a_NTI = a_parts[0] if len(records) == 1 else torch.cat(a_parts, dim=1)
+    e_VNTO = e_parts[0] if len(records) == 1 else torch.cat(e_parts, dim=2)
     if bias is not None:
         a_NTI = torch.cat([a_NTI, a_NTI.new_ones(*a_NTI.shape[:2], 1)], dim=2)
-    return Rows(name, bias, a_NTI, _side_by_side([record.derivative_rows() for record in records], dim=2) * scale, num_rows)
-
-
-def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
-    # torch.cat would copy a single tensor.
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def _end_to_end(parts: list[Rows]) -> Rows:
-    """Concatenate several passes into one minibatch."""
-    if len(parts) == 1:
-        return parts[0]
-    if len({rows.a_NTI.shape[1] for rows in parts}) > 1:
-        lengths = sorted({rows.a_NTI.shape[1] for rows in parts})
-        raise ConfigError(f"the minibatches of one step have samples of {lengths} positions at {parts[0].weight}; pad them to one "
-                          "length, or call step() after each.")
-    # A loss of fewer classes has fewer vectors; pad with zeros.
-    V = max(len(rows.e_VNTO) for rows in parts)
-    e_VNTO = [nn.functional.pad(rows.e_VNTO, (0, 0, 0, 0, 0, 0, 0, V - len(rows.e_VNTO))) for rows in parts]
-    a_NTI = torch.cat([rows.a_NTI for rows in parts])
-    return Rows(parts[0].weight, parts[0].bias, a_NTI, torch.cat(e_VNTO, dim=1), parts[0].num_rows)
+    return Rows(name, bias, a_NTI, e_VNTO * scale, num_rows)

@@ -10,6 +10,7 @@ Source: arXiv 2305.04684, section 4.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +23,19 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.blocks import require_parameters
 
 
+def _arithmetic(operation: Callable[[Any, Any], Any], told: str, *,
+                reflected: bool = False) -> Callable[[DummyObject, Any], DummyObject]:
+    """Return the method of a placeholder for an operator."""
+    def method(self: DummyObject, other: Any) -> DummyObject:
+        def later(value: Any, output: Any) -> Any:
+            known = resolved(other, output)
+            return operation(known, value) if reflected else operation(value, known)
+        return self._noted(later, told)
+    return method
+
+
 class DummyObject:
-    """Placeholder of a value that is computed later.
-
-    It records indexing, attributes, calls and arithmetic, and repeats them on the value.
-
-    Example:
-        >>> y = DummyObject()
-        >>> resolved([y[0] + 1], (2, 3))
-        [3]
-    """
+    """Placeholder that records indexing, attributes, calls and arithmetic, for a later value."""
 
     def __init__(self, resolve: Callable[[Any], Any] | None = None, told: str = "output") -> None:
         self._resolve, self._told = resolve, told
@@ -40,63 +44,44 @@ class DummyObject:
         # copy and similar protocols read such names, which are not recorded.
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._noted(lambda value: getattr(value, name), f"{self._told}.{name}")
+        return self._noted(lambda value, output: getattr(value, name), f"{{}}.{name}")
 
     def __getitem__(self, key: Any) -> DummyObject:
-        return self._noted(lambda value, output: value[resolved(key, output)], f"{self._told}[{key!r}]", also_output=True)
+        return self._noted(lambda value, output: value[resolved(key, output)], f"{{}}[{key!r}]")
 
     def __call__(self, *args: Any, **kwargs: Any) -> DummyObject:
-        return self._noted(lambda value, output: value(*resolved(args, output), **resolved(kwargs, output)), f"{self._told}(..)",
-                           also_output=True)
+        return self._noted(lambda value, output: value(*resolved(args, output), **resolved(kwargs, output)), "{}(..)")
 
     def __iter__(self) -> Any:
-        raise TypeError(f"{self._told} is not computed yet, so its length is unknown; index it, as "
-                        "in y[0], y[1]")
+        raise TypeError(f"{self._told} is not computed yet, so its length is unknown; index it, as in y[0], y[1]")
 
     def __bool__(self) -> bool:
         raise TypeError(f"{self._told} is not computed yet, so no decision can depend on it; move "
                         "the decision into the loss function")
 
-    def __add__(self, other: Any) -> DummyObject:
-        return self._noted(lambda value, output: value + resolved(other, output), f"({self._told} + ..)", also_output=True)
-
-    def __radd__(self, other: Any) -> DummyObject:
-        return self._noted(lambda value, output: resolved(other, output) + value, f"(.. + {self._told})", also_output=True)
-
-    def __sub__(self, other: Any) -> DummyObject:
-        return self._noted(lambda value, output: value - resolved(other, output), f"({self._told} - ..)", also_output=True)
-
-    def __rsub__(self, other: Any) -> DummyObject:
-        return self._noted(lambda value, output: resolved(other, output) - value, f"(.. - {self._told})", also_output=True)
-
-    def __mul__(self, other: Any) -> DummyObject:
-        return self._noted(lambda value, output: value * resolved(other, output), f"({self._told} * ..)", also_output=True)
-
-    def __rmul__(self, other: Any) -> DummyObject:
-        return self._noted(lambda value, output: resolved(other, output) * value, f"(.. * {self._told})", also_output=True)
-
-    def __truediv__(self, other: Any) -> DummyObject:
-        return self._noted(lambda value, output: value / resolved(other, output), f"({self._told} / ..)", also_output=True)
+    __add__ = _arithmetic(operator.add, "({} + ..)")
+    __radd__ = _arithmetic(operator.add, "(.. + {})", reflected=True)
+    __sub__ = _arithmetic(operator.sub, "({} - ..)")
+    __rsub__ = _arithmetic(operator.sub, "(.. - {})", reflected=True)
+    __mul__ = _arithmetic(operator.mul, "({} * ..)")
+    __rmul__ = _arithmetic(operator.mul, "(.. * {})", reflected=True)
+    __truediv__ = _arithmetic(operator.truediv, "({} / ..)")
 
     def __neg__(self) -> DummyObject:
-        return self._noted(lambda value: -value, f"-{self._told}")
+        return self._noted(lambda value, output: -value, "-{}")
 
     def __repr__(self) -> str:
         return f"DummyObject({self._told})"
 
-    def _noted(self, operation: Callable[..., Any], told: str, *, also_output: bool = False) -> DummyObject:
-        if also_output:
-            return DummyObject(lambda output: operation(self._value(output), output), told)
-        return DummyObject(lambda output: operation(self._value(output)), told)
-
-    def _value(self, output: Any) -> Any:
-        return output if self._resolve is None else self._resolve(output)
+    def _noted(self, operation: Callable[[Any, Any], Any], told: str) -> DummyObject:
+        """Return the result of an operation on (the value, the output), which is done later."""
+        return DummyObject(lambda output: operation(resolved(self, output), output), told.replace("{}", self._told))
 
 
 def resolved(value: Any, output: Any) -> Any:
     """Replace placeholders by values, also inside tuples, lists, mappings and slices."""
     if isinstance(value, DummyObject):
-        return value._value(output)
+        return output if value._resolve is None else value._resolve(output)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(resolved(item, output) for item in value))
     if isinstance(value, tuple | list):
@@ -120,22 +105,11 @@ class GradientMaker:
 
     Raises:
         ConfigError: the preconditioner belongs to another model, or the model has no parameters.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> maker = GradientMaker(model)
-        >>> y = maker.setup_model_call(model, torch.randn(8, 4))
-        >>> maker.setup_loss_call(torch.nn.functional.cross_entropy, y, torch.randint(3, (8,)))
-        >>> output, loss = maker.forward_and_backward()
-        >>> output.shape
-        torch.Size([8, 3])
     """
 
     def __init__(self, model: nn.Module, preconditioner: Preconditioner | None = None) -> None:
         if preconditioner is not None and preconditioner.model is not model:
-            raise ConfigError("GradientMaker was given a preconditioner of another model; create "
-                              "it for the same one.")
+            raise ConfigError("GradientMaker was given a preconditioner of another model; create it for the same one.")
         require_parameters(model, "GradientMaker")
         self.model, self.preconditioner = model, preconditioner
         self._model_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
@@ -163,16 +137,8 @@ class GradientMaker:
         """Declare the logits as a part of the output; `logits` contains them after each call."""
         self._logits_repr = logits
 
-    def forward_and_backward(self, lr: float | None = None, *,
-                             num_rows: int | None = None) -> tuple[Any, Tensor]:
-        """Run the forward and backward pass, and the preconditioner.
-
-        Args:
-            lr: learning rate of the optimizer, for preconditioners with kl_clip.
-            num_rows: see `Preconditioner.watch`.
-
-        Returns:
-            (output of the model, loss).
+    def forward_and_backward(self, lr: float | None = None, *, num_rows: int | None = None) -> tuple[Any, Tensor]:
+        """Run forward pass, backward pass and preconditioner; return (output of the model, loss).
 
         Raises:
             ConfigError: calls were not declared, or the loss is not a scalar.
@@ -192,9 +158,8 @@ class GradientMaker:
             output, loss = forward()
             outputs[:] = [output]
             return loss
-
         # Averages gradients before they are preconditioned.
-        if isinstance(self._called, nn.parallel.DistributedDataParallel):
+        if self._model_call and isinstance(self._model_call[0], nn.parallel.DistributedDataParallel):
             loss = self.preconditioner.evaluate(closure, num_rows=num_rows)
             self.preconditioner.step(lr)
         else:
@@ -208,10 +173,6 @@ class GradientMaker:
                     p.grad = before[name] if p.grad is None else dense(before[name]).add_(p.grad)
         return output, loss
 
-    @property
-    def _called(self) -> Callable[..., Any] | None:
-        return None if self._model_call is None else self._model_call[0]
-
     def _note_logits(self, output: Any) -> None:
         self.logits = None if self._logits_repr is None else resolved(self._logits_repr, output)
 
@@ -220,8 +181,7 @@ class GradientMaker:
         if self._model_call is None:
             raise ConfigError("GradientMaker has no model call; call setup_model_call first.")
         if self._loss_call is None and self._loss_repr is None:
-            raise ConfigError("GradientMaker has no loss; call setup_loss_call or setup_loss_repr "
-                              "first.")
+            raise ConfigError("GradientMaker has no loss; call setup_loss_call or setup_loss_repr first.")
         (call, args, kwargs), loss_call, loss_repr = self._model_call, self._loss_call, self._loss_repr
 
         def forward() -> tuple[Any, Tensor]:
@@ -232,9 +192,7 @@ class GradientMaker:
             else:
                 loss = resolved(loss_repr, output)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ConfigError("the loss is "
-                                  f"{type(loss).__name__}{list(getattr(loss, 'shape', []))}, not a "
-                                  "scalar; reduce it.")
+                raise ConfigError(f"the loss is {type(loss).__name__}{list(getattr(loss, 'shape', []))}, not a scalar; reduce "
+                                  f"it.")
             return output, loss
-
         return forward

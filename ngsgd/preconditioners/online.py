@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ngsgd.arguments import checks_arguments, require_state
-from ngsgd.errors import ArgumentError, DivergenceError, OptimizerStateError
+from ngsgd.arguments import checks_arguments
+from ngsgd.errors import ArgumentError, DivergenceError
 from ngsgd.ops import fisher_projection, tensors
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.preconditioners.states import finite_tensor, number_of
+from ngsgd.ops.fisher_projection import PreconditionContext
+from ngsgd.ops.polar_update import PolarState, eta_of, kaldi, polar
+from ngsgd.preconditioners.fisher_stack import Shares
+from ngsgd.preconditioners.states import fisher_state
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
 # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4.
@@ -29,49 +32,6 @@ _SMALL_SUM_SQ = 1e-13
 # Fraction of tr X X^T that leaves three digits of a float32 difference; with alpha 4 and 32
 # dimensions at least 1e-2 remains.
 _MIN_NORM_LEFT = 1e-3
-# tensors of a state
-_KEYS = ("W", "d", "rho")
-
-
-class Preconditioned(NamedTuple):
-    """Rows times the inverse Fisher matrix.
-
-    Multiplication by `scale` restores their Frobenius norm.
-    """
-
-    Xhat_ND: Tensor
-    one_hat_N: Tensor | None     # the appended column
-    scale: Tensor | float        # gamma of (38)
-
-
-class PreconditionContext(NamedTuple):
-    """A minibatch between `begin` and `finish`.
-
-    Rows [X | one] and their projection onto the estimate.
-    """
-
-    X_ND: Tensor
-    # Appended column: 1, or 0 for a masked row; None: no column.
-    one_N: Tensor | None
-    num_rows: Tensor | float     # rows that count
-    # Factor of the rows that must not enter the estimate.
-    loss_scale: Tensor | float
-    W_RD: Tensor
-    projection: fisher_projection.Projection
-
-    def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
-        """Return the rows [Xhat | one_hat] and their scale.
-
-        Uses `scratch` if that is faster than new memory.
-        """
-        projection = fisher_projection.with_residual(self.projection, self.X_ND, self.W_RD,
-                                                     self.one_N, scratch)
-        assert projection.Xhat_ND is not None and projection.sum_sq_hat is not None
-        return Preconditioned(projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat))
-
-    def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
-        """Return gamma of (38), given tr Xhat Xhat^T."""
-        return ops.rescaling(self.projection.sum_sq, sum_sq_hat)
 
 
 class OnlineNaturalGradient:
@@ -79,12 +39,9 @@ class OnlineNaturalGradient:
 
     Args:
         rank: rank R of the estimate, at most D - 1 for rows of dimension D.
-        update_period: calls between updates of the estimate, after the first 11 calls, which all
-            update.
-        num_samples_history: time constant in rows; older rows have weight 1/e (eq. 78 of arXiv
-            1410.7455).
-        num_minibatches_history: if > 0, a time constant in minibatches instead: eta = 1 /
-            num_minibatches_history.
+        update_period: calls between updates, after the first 11 calls, which all update.
+        num_samples_history: time constant in rows; older rows have weight 1/e (eq. 78).
+        num_minibatches_history: if > 0, a time constant in minibatches instead: eta = 1 / that.
         alpha: smoothing towards the identity, in units of the mean eigenvalue (eq. 19).
         epsilon: absolute floor of the eigenvalues, and their initial value.
         delta: floor of the eigenvalues relative to the largest.
@@ -95,28 +52,22 @@ class OnlineNaturalGradient:
             eigenvalues of at most delta times their mean. Rows of every scale are then
             preconditioned alike. Kaldi's estimates have the absolute floor, which does not change
             rows with squares below 1e-10.
+        update: form of the estimate and of its update. "exact" is Kaldi's, with eigenvalues from
+            the host: on a device every update waits for it. "polar" uses matrix products alone
+            (`ngsgd.ops.polar_update`); it has no floor of single eigenvalues. "auto" is exact on a
+            CPU and polar on other devices.
         on_nonfinite: reaction to NaN or Inf. "raise" raises DivergenceError; on a GPU every call
             then waits for the device. "skip" does not update the estimate and returns non-finite
             rows.
 
-    Raises:
-        ArgumentError: an argument has another type than its annotation, or is out of range.
-
     Source: arXiv 1410.7455, section 3; Kaldi's OnlineNaturalGradient.
-
-    Example:
-        >>> preconditioner = OnlineNaturalGradient(rank=2)
-        >>> X = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0], [3.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
-        >>> Xhat, scale = preconditioner.precondition(X)
-        >>> torch.allclose((scale * Xhat).norm(), X.norm())   # only the direction changes
-        True
     """
 
     @checks_arguments()
     def __init__(self, rank: int = 40, update_period: int = 1, num_samples_history: float = 2000.0,
                  num_minibatches_history: float = 0.0, alpha: float = 4.0, epsilon: float = 1e-10,
-                 delta: float = 5e-4, *, schedule: str = "nnet3", relative_floor: bool = False, on_nonfinite: str = "raise",
-                 queue: UpdateQueue | None = None) -> None:
+                 delta: float = 5e-4, *, schedule: str = "nnet3", relative_floor: bool = False,
+                 update: str = "auto", on_nonfinite: str = "raise", queue: UpdateQueue | None = None) -> None:
         if rank < 1 or update_period < 1:
             raise ArgumentError(f"Invalid rank or update_period: {rank}, {update_period}; both must be at least 1")
         if not 0.0 < num_samples_history <= 1e6 or not 0.0 <= num_minibatches_history < 1e6:
@@ -129,12 +80,15 @@ class OnlineNaturalGradient:
         if schedule not in ("nnet3", "nnet2") or on_nonfinite not in ("raise", "skip"):
             raise ArgumentError(f"Invalid schedule or on_nonfinite: {schedule!r} (nnet3 or nnet2), "
                                 f"{on_nonfinite!r} (raise or skip)")
+        if update not in ("auto", "exact", "polar"):
+            raise ArgumentError(f"Invalid update: {update!r}; choose auto, exact or polar.")
         self.rank = rank
         self.update_period = update_period
         self.num_samples_history = num_samples_history
         self.num_minibatches_history = num_minibatches_history
         self.smoothing = ops.Smoothing(alpha, epsilon, delta, relative_floor)
         self.schedule = schedule
+        self.update = update
         self.on_nonfinite = on_nonfinite
         self.name = "OnlineNaturalGradient"  # for messages
         # Unfrozen calls; Kaldi also counts frozen ones, after which it may never update again.
@@ -145,15 +99,21 @@ class OnlineNaturalGradient:
         # step of the queue, and calls since
         self._commit, self._calls_since = 0, 0
         self.queue = UpdateQueue() if queue is None else queue
-        self._state: ops.FisherState | None = None
+        self._state: ops.FisherState | PolarState | None = None
         # W W^T of the current state, computed on demand
         self._gram_RR: Tensor | None = None
 
     @property
     def state(self) -> ops.FisherState | None:
-        """Current estimate; None before the first call."""
+        """Current estimate in Kaldi's form; None before the first call."""
         self.queue.wait(self)
-        return self._state
+        return kaldi(self._state, self.smoothing) if isinstance(self._state, PolarState) else self._state
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """Factors of rows X - (X left^T) right, R x D; None before the first call."""
+        self.queue.wait(self)
+        return None if self._state is None else (self._state.left_RD, self._state.right_RD)
 
     def precondition(self, X_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return X times the inverse Fisher matrix, and the scale that restores its Frobenius norm.
@@ -187,15 +147,10 @@ class OnlineNaturalGradient:
         return X_ND if X_ND.dtype in tensors.FULL else X_ND.float()
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
-              loss_scale: Tensor | float = 1.0, scratch: Tensor | None = None,
-              corrects: bool = True) -> PreconditionContext | None:
-        """Run the first half of a call on rows [X | one].
-
-        `finish` must follow the last use of the result.
+              loss_scale: Tensor | float = 1.0, scratch: Tensor | None = None, corrects: bool = True) -> PreconditionContext | None:
+        """Run the first half of a call on rows [X | one]; `finish` must follow its last use.
 
         Args:
-            X_ND: rows.
-            one_N: appended column, if any.
             num_rows: number of rows that count; default all. The others must be zero.
             loss_scale: factor of the rows that must not enter the estimate, because it changes
                 between minibatches.
@@ -203,8 +158,8 @@ class OnlineNaturalGradient:
             corrects: whether Xhat is certainly needed; it is then formed immediately.
 
         Returns:
-            None if the rows stay unchanged: their dimension is 1, or there is no estimate yet and
-            the rows are not finite or all masked.
+            None if the rows stay unchanged: of dimension 1, or the first ones, which are not finite
+                or all masked.
         """
         # Faster than the complete check, in a call that may take 50 microseconds.
         if type(X_ND) is not Tensor or X_ND.dtype not in tensors.FULL or X_ND.layout is not torch.strided \
@@ -224,19 +179,33 @@ class OnlineNaturalGradient:
             return None
         self.queue.wait(self)
         if is_new:
-            self._start(X_ND, one_N, num_rows, loss_scale)
-        W_RD = self._matched(X_ND, dim).W_RD
-        projected = fisher_projection.project(X_ND, W_RD, one_N, scratch, corrects=corrects)
+            self.start(X_ND, one_N, num_rows, loss_scale)
+        state = self._matched(X_ND, dim)
+        projected = fisher_projection.project(X_ND, state.left_RD, one_N, scratch, right_RD=state.right_RD, corrects=corrects)
         if self.on_nonfinite == "raise":
             self._raise_unless_finite(projected.sum_sq, X_ND, dim)
-        return PreconditionContext(X_ND, one_N, num_rows, loss_scale, W_RD, projected)
+        return PreconditionContext(X_ND, one_N, num_rows, loss_scale, state, projected)
 
     def finish(self, call: PreconditionContext) -> None:
         """Update the estimate if an update is due in this call."""
+        J_RD = KL_2RR = None
         if self.updates_now():
             J_RD = ops.project_back(call.X_ND, call.projection.H_NR, call.one_N)
-            self.queue.add(self, J_RD, ops.moment_products(J_RD, call.projection.H_NR),
-                            (call.projection.sum_sq, call.num_rows, call.loss_scale))
+            if isinstance(call.estimate, ops.FisherState):
+                KL_2RR = ops.moment_products(J_RD, call.projection.H_NR)
+        self.end_call(J_RD, call.projection.sum_sq, call.num_rows, call.loss_scale, KL_2RR)
+
+    def end_call(self, J_RD: Tensor | None, sum_sq: Tensor | float, num_rows: Tensor | float, loss_scale: Tensor | float,
+                 KL_2RR: Tensor | None = None) -> None:
+        """Count a call, and update the estimate by J = H^T X, if given; K, L: by default of J."""
+        if J_RD is not None and isinstance(self._state, PolarState):
+            shares = self.shares(num_rows, loss_scale)
+            if shares is not None:
+                self.queue.record(self, J_RD, sum_sq, shares)
+        elif J_RD is not None:
+            if KL_2RR is None:
+                KL_2RR = torch.stack([J_RD @ J_RD.T, J_RD @ self.current(J_RD).left_RD.T])
+            self.queue.add(self, J_RD, KL_2RR, (sum_sq, num_rows, loss_scale))
         self.count_call()
 
     def precondition_sum(self, S_DD: Tensor, sum_D: Tensor, *, num_rows: Tensor | float,
@@ -244,34 +213,27 @@ class OnlineNaturalGradient:
         """Return the scaled sum of the preconditioned rows from S = X^T X and the sum of the rows.
 
         Also updates the estimate. On a CPU with small D this is cheaper than preconditioning each
-        row. Returns None, without an effect, if there is no estimate yet, or if float32 cannot
-        represent the norm of the preconditioned rows.
+        row. Returns None, without an effect, if there is no estimate in Kaldi's form yet, or if
+        float32 cannot represent the norm of the preconditioned rows.
         """
         if self._state is None:
             return None
         self.queue.wait(self)
-        W_RD = self._matched(S_DD, S_DD.shape[0]).W_RD
+        state = self._matched(S_DD, S_DD.shape[0])
+        if isinstance(state, PolarState):
+            return None
+        W_RD = state.W_RD
         J_RD = W_RD @ S_DD                                                    # H^T X, as H is X W^T
         L_RR = J_RD @ W_RD.T
         sum_sq = S_DD.trace().item()
         # |X - H W|^2
-        sum_sq_hat = (
-            sum_sq
-            - 2.0 * L_RR.trace().item()
-            + torch.dot(L_RR.view(-1), self.gram().view(-1)).item()
-        )
+        sum_sq_hat = sum_sq - 2.0 * L_RR.trace().item() + torch.dot(L_RR.view(-1), self.gram().view(-1)).item()
         if sum_sq_hat < _MIN_NORM_LEFT * sum_sq:
             return None
         if self.on_nonfinite == "raise":
             self._raise_unless_finite(sum_sq, S_DD, len(S_DD))
-        total_D = torch.addmv(sum_D, W_RD.T, W_RD @ sum_D, alpha=-1).mul_(
-            ops.rescaling(sum_sq, sum_sq_hat)
-        )
-        if self.updates_now():
-            self.queue.add(
-                self, J_RD, torch.stack([J_RD @ J_RD.T, L_RR]), (sum_sq, num_rows, loss_scale)
-            )
-        self.count_call()
+        total_D = torch.addmv(sum_D, W_RD.T, W_RD @ sum_D, alpha=-1).mul_(ops.rescaling(sum_sq, sum_sq_hat))
+        self.end_call(J_RD if self.updates_now() else None, sum_sq, num_rows, loss_scale, torch.stack([J_RD @ J_RD.T, L_RR]))
         return total_D
 
     @property
@@ -279,15 +241,38 @@ class OnlineNaturalGradient:
         """Return whether there is an estimate; the first rows initialize it."""
         return self._state is not None
 
-    def current(self, X: Tensor) -> ops.FisherState:
+    def current(self, X: Tensor) -> ops.FisherState | PolarState:
         """Return the estimate for rows like X, after all updates of earlier minibatches."""
         self.queue.wait(self)
         assert self._state is not None
-        return self._matched(X, self._state.W_RD.shape[1])
+        return self._matched(X, self._state.left_RD.shape[1])
 
-    def hold(self, state: ops.FisherState) -> None:
+    def has_state(self, state: PolarState) -> bool:
+        """Return whether the estimate is this object."""
+        return self._state is state
+
+    @property
+    def is_polar(self) -> bool:
+        """Return whether there is an estimate in polar form."""
+        return isinstance(self._state, PolarState)
+
+    @property
+    def polar_state(self) -> PolarState:
+        """The estimate in polar form, without the updates that wait."""
+        assert isinstance(self._state, PolarState)
+        return self._state
+
+    def hold(self, state: PolarState) -> None:
         """Store the same estimate in other memory."""
         self._state = state
+
+    def shares(self, num_rows: Tensor | float, loss_scale: Tensor | float) -> Shares | None:
+        """Return the weights of a minibatch in a polar update; None if no row counts."""
+        if not isinstance(num_rows, Tensor) and num_rows == 0.0:
+            return None
+        eta = eta_of(num_rows, self.num_samples_history, self.num_minibatches_history)
+        of_rows = eta / num_rows / loss_scale**2
+        return Shares(of_rows, 1.0 - eta if not isinstance(of_rows, Tensor) else 1.0 - torch.as_tensor(eta, dtype=torch.float64))
 
     def count_call(self) -> None:
         """Count a call, which decides when the next update is due."""
@@ -307,10 +292,7 @@ class OnlineNaturalGradient:
             self.finish(call)
 
     def withdraw(self) -> None:
-        """Undo the calls since the last step, whose gradients were discarded.
-
-        Executed updates remain.
-        """
+        """Undo the calls since the last step, of discarded gradients; updates remain."""
         if self._calls_since and self._commit == self.queue.num_commits:
             self.queue.drop(self)
             self.num_calls -= self._calls_since
@@ -318,7 +300,7 @@ class OnlineNaturalGradient:
 
     def problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
         """Return the update of the current estimate by a minibatch; the queue calls it."""
-        assert self._state is not None
+        assert isinstance(self._state, ops.FisherState)
         eta = ops.forgetting_rate(moments.num_rows, self.num_samples_history, self.num_minibatches_history)
         state, dim, smoothing = self._state, J_RD.shape[1], self.smoothing
         if smoothing.is_relative:
@@ -334,21 +316,23 @@ class OnlineNaturalGradient:
         # Once for all estimates of an optimizer.
         if is_flat and not self.queue.has_warned:
             self.queue.has_warned = True
-            warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is "
-                          "flat and does not change them; multiply the loss by a constant and "
-                          "divide lr by it.", stacklevel=2)
+            warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is flat and does not change them; "
+                          f"multiply the loss by a constant and divide lr by it.", stacklevel=2)
 
     def set_alpha(self, alpha: float) -> None:
         """Change the smoothing; W = E^(1/2) R follows, because E depends on alpha."""
         self.queue.wait(self)
         old, self.smoothing = self.smoothing, self.smoothing._replace(alpha=alpha)
+        if isinstance(self._state, PolarState):
+            # The next call makes it polar again.
+            self._state = kaldi(self._state, old)
         if self._state is not None:
             self._state = ops.resmoothed(self._state, old, self.smoothing)
             self._gram_RR = None
 
     def gram(self) -> Tensor:
         """Return W W^T (R x R) of the current estimate."""
-        assert self._state is not None
+        assert isinstance(self._state, ops.FisherState)
         if self._gram_RR is None:
             self._gram_RR = self._state.W_RD @ self._state.W_RD.T
         return self._gram_RR
@@ -364,15 +348,29 @@ class OnlineNaturalGradient:
         self.num_calls = self._calls_since = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return "W" (R x D), "d" (R), "rho" (0-d) and "t", the number of unfrozen calls.
-
-        Only "t" at first.
-        """
+        """Return Kaldi's form: "W" (R x D), "d" (R), "rho"; "t", calls, alone at first."""
         state = self.state
         if state is None:
             return {"t": self.num_calls}
         return {"W": state.W_RD.clone(), "d": torch.from_numpy(state.d_R.copy()),
                 "rho": torch.tensor(state.rho, dtype=torch.float64), "t": self.num_calls}
+
+    def training_state(self) -> dict[str, Any]:
+        """Return the estimate in its own form: `state_dict`, or "R", "V", "M", "rho" and "t"."""
+        self.queue.wait(self)
+        if not isinstance(self._state, PolarState):
+            return self.state_dict()
+        R_RD, V_RD, M_RR, rho = (value.clone() for value in self._state)
+        return {"R": R_RD, "V": V_RD, "M": M_RR, "rho": rho, "t": self.num_calls}
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Continue bitwise from `training_state` of an equal estimate."""
+        if "R" not in state:
+            self.load_state_dict(state)
+            return
+        self.queue.drop(self)
+        self._state, self._gram_RR = PolarState(*(state[key].clone() for key in ("R", "V", "M", "rho"))), None
+        self.num_calls, self._calls_since = state["t"], 0
 
     def empty_state(self, like: Tensor) -> dict[str, Any]:
         """Return `state_dict` with zeros in the final shapes; needs `dim`."""
@@ -389,39 +387,9 @@ class OnlineNaturalGradient:
         Raises:
             OptimizerStateError: the state is of another method or dimension, or damaged.
         """
-        found, num_calls = self.checked_state(state, self.dim)
+        found, num_calls = fisher_state(state, self.name, self.dim)
         self.queue.wait(self)
         self._state, self.num_calls, self._gram_RR = found, num_calls, None
-
-    def checked_state(self, state: Any, dim: int | None = None) -> tuple[ops.FisherState | None, int]:
-        """Return (estimate, calls) of a state, without loading it.
-
-        Args:
-            state: result of `state_dict`.
-            dim: dimension of the rows, if known.
-
-        Raises:
-            OptimizerStateError: the state does not fit.
-        """
-        require_state(state, ("t",) if isinstance(state, Mapping) and {*state} == {"t"} else ("t", *_KEYS), self.name,
-                      OptimizerStateError)
-        if extra := sorted({*state} - {"t", *_KEYS}):
-            raise OptimizerStateError(f"the state of {self.name} has {extra[0]!r}, which estimates do not have.")
-        num_calls = number_of(state, "t", self.name)
-        if "W" not in state:
-            return None, num_calls
-        W_RD, d_R, rho = (finite_tensor(state[key], f"{key} of the state of {self.name}") for key in _KEYS)
-        if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.numel() != 1 or not W_RD.is_floating_point():
-            raise OptimizerStateError(f"Invalid state of {self.name}: W {tuple(W_RD.shape)} of {W_RD.dtype}, d {tuple(d_R.shape)}, "
-                                      f"rho {tuple(rho.shape)}; load a complete state.")
-        if dim is not None and W_RD.shape[1] != dim:
-            raise OptimizerStateError(f"the state of {self.name} has rows of dimension {W_RD.shape[1]}, and this estimate {dim}; "
-                                      "load the state of the same model.")
-        if not 0 < len(W_RD) < W_RD.shape[1]:
-            raise OptimizerStateError(f"the state of {self.name} has rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
-                                      "must be at least 1 and below the dimension.")
-        W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
-        return ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls
 
     def updates_now(self, num_calls_ahead: int = 0) -> bool:
         """Return whether this call, or one some calls ahead, updates the estimate."""
@@ -432,18 +400,12 @@ class OnlineNaturalGradient:
         return past_first <= 0 or past_first % self.update_period == 0
 
     def next_updates(self) -> tuple[bool, ...] | None:
-        """Return which calls of the next step update the estimate, if it has as many as the last.
-
-        None if one of them waits for an update in the same step.
-        """
+        """Return which calls of the next step update; None if one waits for an update in it."""
         updates = tuple(self.updates_now(ahead) for ahead in range(self._calls_since))
         return None if any(updates[:-1]) else updates
 
     def _may_use(self, X_ND: Tensor, one_N: Tensor | None, dim: int) -> bool:
-        """Return whether the first rows are finite and have more than one dimension.
-
-        Syncs only if needed.
-        """
+        """Return whether the first rows are finite and wide enough; sync only if needed."""
         if self.on_nonfinite == "skip" and dim == 1:
             return False
         sum_sq = fisher_projection.sum_of_squares(X_ND, one_N)
@@ -456,31 +418,45 @@ class OnlineNaturalGradient:
             raise DivergenceError(f"the rows given to {self.name} ({len(X_ND)} x {dim}) are not finite, or too large to be "
                                   "squared; lower the learning rate, or skip such minibatches with on_nonfinite=\"skip\".")
 
-    def _matched(self, X_ND: Tensor, dim: int) -> ops.FisherState:
+    def _matched(self, X_ND: Tensor, dim: int) -> ops.FisherState | PolarState:
         """Return the estimate on the device of the rows; raise if the dimensions differ."""
         assert self._state is not None
-        W_RD = self._state.W_RD
+        W_RD = self._state.left_RD
         if W_RD.shape[1] != dim:
             raise ArgumentError(f"the rows given to {self.name} have dimension {dim}, but its estimate is of rows of dimension "
                                 f"{W_RD.shape[1]}; use an estimate for each kind of rows, or call reset().")
         if W_RD.dtype != X_ND.dtype or W_RD.device != X_ND.device:
-            self._state = self._state._replace(W_RD=W_RD.to(X_ND))
-            self._gram_RR = None
+            state = self.state
+            assert state is not None
+            self._state, self._gram_RR = state._replace(W_RD=state.W_RD.to(X_ND)), None
+        if isinstance(self._state, ops.FisherState) and self._should_be_polar(self._state):
+            self._state = polar(self._state, self.smoothing)
         return self._state
 
-    def _start(self, X_ND: Tensor, one_N: Tensor | None, num_rows: Tensor | float, loss_scale: Tensor | float) -> None:
+    def _should_be_polar(self, state: ops.FisherState) -> bool:
+        # The first nonzero rows may lower the initial value, which the host does.
+        return (self.update == "polar" or (self.update == "auto" and not state.W_RD.is_cpu)) and not (
+            self.smoothing.is_relative and ops.is_initial(state, self.smoothing))
+
+    def start(self, X_ND: Tensor, one_N: Tensor | None, num_rows: Tensor | float, loss_scale: Tensor | float,
+              total: Callable[[Tensor], object] = lambda own: own) -> None:
         """Initialize as Kaldi does.
 
-        Fixed values, then passes over the first minibatch, which updates again.
+        Fixed values, then passes over the first minibatch, which updates again. `total` sums a
+        tensor over ranks in place, each of which has some of the `num_rows` rows.
         """
         # Once in float64: otherwise directions at rounding level would depend on the machine.
         X64_ND, one64_N = X_ND.double(), None if one_N is None else one_N.double()
         dim = X_ND.shape[1] + (one_N is not None)
         rank = min(self.rank, dim - 1)
-        sum_sq = fisher_projection.sum_of_squares(X64_ND, one64_N)
+        sum_sq = torch.as_tensor(fisher_projection.sum_of_squares(X64_ND, one64_N), dtype=torch.float64, device=X_ND.device)
+        total(sum_sq)
         self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)
         passes = UpdateQueue()
         for _ in range(3 if self.schedule == "nnet2" or float(num_rows) > rank else 1):
             H_NR = fisher_projection.coefficients(X64_ND, self._state.W_RD, one64_N)
             J_RD = ops.project_back(X64_ND, H_NR, one64_N)
-            passes.add(self, J_RD, ops.moment_products(J_RD, H_NR), (sum_sq, num_rows, loss_scale))
+            total(J_RD)
+            KL_2RR = ops.moment_products(J_RD, H_NR)
+            total(KL_2RR[1])
+            passes.add(self, J_RD, KL_2RR, (sum_sq, num_rows, loss_scale))

@@ -21,12 +21,7 @@ Interval = int | tuple[tuple[int, int], ...] | Callable[[int], int]
 class Arguments:
     """Base of classes whose annotated attributes are their keyword-only arguments.
 
-    Subclasses are dataclasses, so an argument and its default are written once. `__init__` checks
-    names, types and then `problems`.
-
-    Raises:
-        ArgumentError: an argument is unknown, or has another type than its annotation.
-        ConfigError: an argument is out of range; lists all problems.
+    Raises ArgumentError for an unknown argument or type; ConfigError lists those out of range.
     """
 
     model: nn.Module
@@ -42,14 +37,12 @@ class Arguments:
                 raise ArgumentError([f"{type(self).__name__} has no option {name}; there are {', '.join(known[1:])}."
                                      for name in unknown])
             init(self, *args, **given)
-
         cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         if not isinstance(self.model, nn.Module):
-            raise TypeError(f"{name} takes the module, not {type(self.model).__name__}: it "
-                            "needs the layers of the parameters")
+            raise TypeError(f"{name} takes the module, not {type(self.model).__name__}: it needs the layers of the parameters")
         vars(self).update(checked(self.arguments(), hints_of(type(self)), name))
         if problems := [f"{name}: {problem}" for problem in self.problems()]:
             raise ConfigError(problems)
@@ -96,11 +89,20 @@ class MethodArguments(Arguments):
 
     traits: ClassVar[Traits] = Traits()
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether the estimates of all layers belong together."""
+        return self.traits.axes.granularity == "full"
+
     def problems(self) -> list[str]:
         found = [] if self.damping > 0.0 else [f"damping is {self.damping}; it must be above 0."]
         found += self.decay("ema_decay")
         found += [problem for name in ("kl_clip", "max_grad_norm") for problem in self.at_least(name, 0, ", where 0 is no limit")]
         found += [*self.choice("graft", "none", "gradient"), *self.choice("averaging", "reset", "keep", "average")]
+        if self.traits.one_minibatch and (self.ema_decay or "ema_decay" in own_options(self.layer_options)):
+            found.append("ema_decay must be 0, because rows of different minibatches have no average.")
+        if self.is_joint and "damping" in own_options(self.layer_options):
+            found.append("layer_options has damping; all layers are one block, so set damping.")
         for name in ("curvature_interval", "inverse_interval"):
             every = getattr(self, name)
             if self.traits.every_step and every != 1:

@@ -1,8 +1,4 @@
-"""Replicas of a model on the ranks of a process group, and the work that they share.
-
-Statistics are averaged, and each inverse is computed by one rank. All ranks call with the same
-layers in the same order, as data-parallel processes do; gloo or NCCL transfers the tensors.
-"""
+"""Replicas of a model on ranks that average statistics, and compute each inverse once, in order."""
 
 from __future__ import annotations
 
@@ -25,13 +21,7 @@ _c10d: Any = torch.distributed.distributed_c10d
 
 
 class Replicas:
-    """Replicas of the model of a method, which must stay equal.
-
-    Args:
-        model: the module to precondition.
-        method: class of the method, for messages.
-        traits: its traits.
-    """
+    """Replicas of the model of a method, which must stay equal."""
 
     def __init__(self, model: nn.Module, method: str, traits: Traits) -> None:
         self._model, self._method, self._traits = model, method, traits
@@ -51,28 +41,28 @@ class Replicas:
     def split(self, group: Any) -> None:
         """Split the work over the ranks of a process group; ConfigError if the method cannot."""
         if not self._traits.splits_work:
-            raise ConfigError(f"{self._method} cannot split its work over ranks; KFAC, DiagonalNG, UnitWiseNG, "
+            raise ConfigError(f"{self._method} cannot split its work over ranks; KFAC, TNT, DiagonalNG, UnitWiseNG, "
                               "LayerWiseNG, Shampoo and SOAP can.")
         self.comm = ProcessGroupComm(group, next(self._model.parameters()).device)
 
     def noticed(self) -> contextlib.AbstractContextManager[Any]:
         """Detect in forward passes inside whether DistributedDataParallel runs the model."""
-        return contextlib.nullcontext() if self._has_ddp else self._model.register_forward_pre_hook(self._notice)
-
-    def _notice(self, *_: Any) -> None:
-        around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-        if around is not None and not self._has_ddp:
-            self._add_ddp(around.process_group)
+        def notice(*_: Any) -> None:
+            around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+            if around is not None and not self._has_ddp:
+                self._add_ddp(around.process_group)
+        if self._has_ddp:
+            return contextlib.nullcontext()
+        return self._model.register_forward_pre_hook(notice)
 
     def _add_ddp(self, group: Any) -> None:
         """Split the work over the ranks of a data-parallel loop; else replicas would diverge."""
         if self._traits.splits_work and self.comm is None:
             self.split(group)
         elif not self._traits.splits_work and not self._traits.agrees_over_ranks:
-            raise ConfigError(f"{self._method} does not support DistributedDataParallel: each "
-                              "rank would use the curvature of its own rows, and the replicas "
-                              "would diverge. Choose KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, "
-                              "Shampoo or SOAP, which average it over the ranks.")
+            raise ConfigError(f"{self._method} does not support DistributedDataParallel: each rank would use the curvature of "
+                              "its own rows, and the replicas would diverge. Choose KFAC, TNT, DiagonalNG, UnitWiseNG, "
+                              "LayerWiseNG, Shampoo or SOAP, which average it over the ranks.")
         self._has_ddp = True
 
     def warn_of_ranks(self) -> None:
@@ -83,9 +73,8 @@ class Replicas:
             return
         if (size := distributed.get_world_size()) > 1:
             remedy = "call split_work(group)" if self._traits.splits_work else "choose a method that splits its work, such as KFAC"
-            warn(f"{self._method} uses the curvature of the rows of this process only, "
-                 f"and torch.distributed has {size} processes; if the loop averages "
-                 f"gradients over them, {remedy}, or the copies of the model diverge.")
+            warn(f"{self._method} uses the curvature of the rows of this process only, and torch.distributed has {size} "
+                 f"processes; if the loop averages gradients over them, {remedy}, or the copies of the model diverge.")
 
 
 class ProcessGroupComm:
@@ -110,7 +99,7 @@ class ProcessGroupComm:
         dtype = parts[0].dtype if parts else torch.float32
         total = torch.cat([*(part.flatten().to(dtype) * weight for part in parts),
                            torch.tensor([weight], dtype=dtype, device=self._device)])
-        self._sum(total)
+        self._group.allreduce([total], _c10d.AllreduceOptions()).wait()
         of_all = total[:-1] / total[-1].clamp(min=torch.finfo(dtype).tiny)
         found: dict[str, State] = {name: {} for name in states}
         for (name, key), part, like in zip(names, of_all.split([part.numel() for part in parts]), parts, strict=True):
@@ -126,10 +115,7 @@ class ProcessGroupComm:
                               {(name, key): value.shape for name, known in statistics.items() for key, value in known.items()})
 
     def owners(self, costs: Mapping[str, float]) -> dict[str, int]:
-        """Assign layers to ranks.
-
-        The most expensive first, each to the rank with the least work.
-        """
+        """Assign layers to ranks, the most expensive first, each to that with the least work."""
         load, found = [0.0] * self.size, {}
         for name in sorted(costs, key=lambda name: (-costs[name], name)):
             found[name] = min(range(self.size), key=lambda rank: (load[rank], rank))
@@ -137,12 +123,7 @@ class ProcessGroupComm:
         return found
 
     def exchanged(self, mine: Mapping[str, State], layers: Mapping[tuple[str, str], torch.Size]) -> dict[str, State]:
-        """Return the states computed by all ranks, by layer.
-
-        Args:
-            mine: those of this rank.
-            layers: shapes of the statistics of all layers, which must be equal on all ranks.
-        """
+        """Return the states of all ranks by layer; shapes of statistics must be equal on them."""
         self._require_equal(layers)
         found: dict[str, State] = {}
         for root in range(self.size):
@@ -155,11 +136,9 @@ class ProcessGroupComm:
         return found
 
     def _require_equal(self, shapes: Mapping[tuple[str, str], torch.Size]) -> None:
-        """Raise ConfigError on all ranks if the layers of two ranks differ.
-
-        The collective operation would hang, or average the curvature of different layers of one
-        size, such as experts that only some ranks used.
-        """
+        """Raise ConfigError on all ranks if the layers of two ranks differ."""
+        # Otherwise a collective operation would hang, or average the curvature of different layers
+        # of one size, such as experts that only some ranks used.
         text = repr(sorted((str(name), tuple(shape)) for name, shape in shapes.items())).encode()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
         bounds = torch.tensor([digest, -digest, len(shapes), -len(shapes)], device=self._device)
@@ -173,9 +152,6 @@ class ProcessGroupComm:
                               f"{self.rank}: {names}). Give every rank the same model, and a minibatch that uses all layers "
                               "with at least one row of nonzero weight; skip layers that only some ranks use, such as "
                               "experts.")
-
-    def _sum(self, value: Tensor) -> None:
-        self._group.allreduce([value], _c10d.AllreduceOptions()).wait()
 
     def _send(self, value: Tensor, root: int) -> None:
         options = _c10d.BroadcastOptions()

@@ -24,13 +24,9 @@ _SCHEDULERS = {"SLURM_JOB_ID": "Slurm job", "KUBERNETES_SERVICE_HOST": "Kubernet
 def describe(error: BaseException, signal_name: str = "") -> dict[str, Any]:
     """Return an error as plain values: class, exit code, message and, where known, the cause.
 
-    Args:
-        error: the error.
-        signal_name: signal that requested the end, such as "SIGTERM"; empty if unknown.
-
     Returns:
-        "kind", "exit_code" and "message"; "errno" (such as "ENOSPC"), "signal", "scheduler",
-        "archive", "install" and "failure" (a `FailureKind`) where they apply.
+        "kind", "exit_code" and "message"; "errno" (such as "ENOSPC"), "signal" (that requested the
+        end), "scheduler", "archive", "install" and "failure" (a `FailureKind`) where they apply.
     """
     about: dict[str, Any] = {
         "kind": type(error).__name__, "exit_code": getattr(error, "exit_code", EXIT_RUN_FAILED),
@@ -72,10 +68,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def write_record(path: Path, about: Mapping[str, Any]) -> None:
-    """Write a record with its checksum; a full or failing disk is ignored.
-
-    The error that is recorded has been reported already.
-    """
+    """Write a record with its checksum; a failing disk is ignored, as the error was reported."""
     with contextlib.suppress(OSError):
         write_text(path, json.dumps(sealed("error", about), indent=1))
 
@@ -90,9 +83,6 @@ def read_record(path: Path) -> dict[str, Any]:
     return about if is_valid else {}
 
 
-# Commands that failed outside of a run ------------------------------------------------------------
-
-
 def state_folder() -> Path:
     """Folder of this user's state: $XDG_STATE_HOME/ngsgd, or ~/.local/state/ngsgd."""
     root = os.environ.get("XDG_STATE_HOME", "")
@@ -100,22 +90,14 @@ def state_folder() -> Path:
 
 
 def failed_command_path(about: Path, kind: str = "") -> Path:
-    """File of the last failed command about a run, or about a folder of runs; "note": wrong steps.
-    """
+    """File of the last failed command about a run or a folder of runs; "note": wrong steps."""
     # a run in object storage has one record, although commands use several folders for it
     name = hashlib.sha256(os.fsencode(stored_run.address(about.absolute()))).hexdigest()[:32]
     return state_folder() / "failed" / f"{name}{kind}.json"
 
 
 def keep_failed_command(about: Path, error: BaseException, command: Sequence[str], kind: str = "") -> None:
-    """Record a command that ended with an error outside of a run, such as a rejected setting.
-
-    Args:
-        about: folder of the run that the command names, or the folder of runs.
-        error: its error.
-        command: the words of the command line, without passwords.
-        kind: "note" for a wrong step of a user, which explains no state of a run.
-    """
+    """Record a command about a run, or runs, that ended with an error outside of a run."""
     path = failed_command_path(about, kind)
     with contextlib.suppress(OSError):
         make_directories(path.parent)
@@ -128,15 +110,7 @@ def keep_failed_command(about: Path, error: BaseException, command: Sequence[str
 
 
 def failed_command(about: Path, kind: str = "") -> dict[str, Any]:
-    """The last command that failed, if it is newer than all starts and errors of the run.
-
-    Args:
-        about: folder of a run, or a folder of runs.
-        kind: "note" for the last wrong step of a user.
-
-    Returns:
-        Content of the record; empty if there is none, or if it is older.
-    """
+    """The last failed command, or wrong step ("note"), unless a run started or failed since."""
     record = read_record(failed_command_path(about, kind))
     return record if record and record.get("mark") == _mark(about) else {}
 
@@ -147,14 +121,11 @@ def _mark(about: Path) -> str:
         events = about / "events.jsonl"
         found: list[object] = [events.stat().st_size if events.is_file() else 0, read_record(about / "error.json")]
     else:
-        runs = sorted(config.parent for config in about.glob("*/config.yaml"))
-        found = [(run.name, _fence(run / "lock"), read_record(run / "error.json")) for run in runs]
+        found = []
+        for run in sorted(config.parent for config in about.glob("*/config.yaml")):
+            # the number of processes that held its lock so far
+            fence: object = None
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                fence = read_json(run / "lock")["fence"]
+            found.append((run.name, fence, read_record(run / "error.json")))
     return hashlib.sha256(repr(found).encode()).hexdigest()
-
-
-def _fence(lock: Path) -> object:
-    """The number of processes that held a lock so far."""
-    try:
-        return read_json(lock)["fence"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None

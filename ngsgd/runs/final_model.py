@@ -52,8 +52,7 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
              "side_dim": reader.info.side_dim, "priors": prior_P.tolist(),
              "stage": asdict(model.stage) if isinstance(model, StagedModel) else None}
     statistics = statistics_for(config.model, reader) or DataStatistics()
-    about["class_counts"] = list(statistics.class_counts)
-    about["objective"] = config.objective.kind
+    about |= {"class_counts": list(statistics.class_counts), "objective": config.objective.kind}
     if config.model._target_:
         about["run_id"] = folder.run_id
     if config.ivectors.dim:
@@ -65,10 +64,7 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
 
 def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None,
                 extractor: Path | None = None, adaptation: Path | None = None) -> None:
-    """Write a folder for `open_final`.
-
-    `extractor` and `adaptation` compute the i-vectors and the features of the model input.
-    """
+    """Write a folder for `open_final`; `extractor` and `adaptation` compute the model input."""
     with new_directory(path) as temporary:
         # copies: tied weights share memory, which safetensors rejects
         state = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
@@ -85,34 +81,25 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
 
 
 def check_final(path: Path) -> None:
-    """Raise CheckpointError unless all files of a model match their digests.
-
-    Raises:
-        CheckpointError: a file differs, or `digests.json` is missing, as in a partial copy.
-        FileNotFoundError: a file of the digests is missing.
-    """
+    """Raise CheckpointError unless all files match, or FileNotFoundError as for a partial copy."""
     if not (path / DIGESTS).exists():
         raise CheckpointError(f"{path} has no {DIGESTS}, so its files cannot be verified; {_again(path)}")
     try:
         digests = unsealed("final model", read_json(path / DIGESTS))
         # plain names only: a malicious file must not make this function read a device
-        wrong = [name for name, digest in digests.items() if Path(name).name != name
-                 or sha256(path / name) != digest]
+        wrong = [name for name, digest in digests.items() if Path(name).name != name or sha256(path / name) != digest]
         wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
         wrong += [name for name in (_TRANSFORM, RunFolder.IVECTORS, RunFolder.ADAPTATION)
                   if name not in digests and (path / name).exists()]
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); "
-                              f"{_again(path)}") from error
+        raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); {_again(path)}") from error
     if wrong:
-        raise CheckpointError(f"{path / wrong[0]} was changed (its SHA-256 differs from "
-                              f"{DIGESTS}); {_again(path)}")
+        raise CheckpointError(f"{path / wrong[0]} was changed (its SHA-256 differs from {DIGESTS}); {_again(path)}")
 
 
-def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module,
-                                                                   npt.NDArray[np.float64]]:
+def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     """Return (model, priors) of a finished run; `trust` allows importing its module."""
     try:
         return open_final(folder.final, trust=trust)
@@ -121,20 +108,15 @@ def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module,
                               f"with: {interface.resume(folder.path)}") from error
 
 
-def open_final(path: Path, *, trust: bool = False,
-               own: ModelConfig | None = None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+def open_final(path: Path, *, trust: bool = False, own: ModelConfig | None = None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     """Return (model, priors) from a folder written by `save_final`.
 
     Args:
         path: the folder.
-        trust: import the module that it names (`model._target_`), regardless of who began its run;
-            see docs/own-model.md.
+        trust: import the module that it names, regardless of who began its run.
         own: model of the run that starts from it, whose module is imported if both name the same.
 
-    Raises:
-        OSError: a file is missing.
-        ConfigError: it names a module whose import is not allowed.
-        CheckpointError: a file is damaged.
+    Raises OSError, CheckpointError, or ConfigError for a module whose import is not allowed.
     """
     about = permission.read_about(path)
     check_final(path)
@@ -145,9 +127,6 @@ def open_final(path: Path, *, trust: bool = False,
         transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
         require_memory(ModelConfig(**settings), about["num_inputs"], about["num_classes"])
         return rebuild(about, settings, state, transform)
-    except OSError:
-        raise
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError,
-            AttributeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"the final model in {path} cannot be used ({type(error).__name__}: "
                               f"{str(error).partition(chr(10))[0]}); {_again(path)}") from error

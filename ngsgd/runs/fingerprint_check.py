@@ -42,19 +42,21 @@ class FingerprintCheck:
                        ) -> FingerprintCheck:
         """Compare this machine with a started run, using its number of threads.
 
-        `config` is the stored configuration, before a change of the number of workers.
-
-        Raises:
-            FingerprintError: results would not be bitwise identical, and this is not allowed.
+        `config` is the stored one. FingerprintError unless results are bitwise identical.
         """
         file = FingerprintFile(folder.fingerprint)
-        stored = file.newest()
-        if stored is None:
+        if (stored := file.newest()) is None:
+            found = cls.of_new_run(config, folder, allow_other_bits=allow_other_bits)
             # a run that was stopped before its first job has no results to compare with
-            if any(folder.checkpoints.glob("iter-*")):
-                report("this run was begun by a version of ngsgd without numeric fingerprints, so "
-                       "bitwise identity with its earlier results cannot be checked")
-            return cls.of_new_run(config, folder, allow_other_bits=allow_other_bits)
+            if not any(folder.checkpoints.glob("iter-*")):
+                return found
+            lost = f"{file.path.name} is missing, which holds the numeric fingerprint of the results so far"
+            if not allow_other_bits:
+                raise FingerprintError(
+                    f"{folder.path} has checkpoints, but {lost}, so the rest may not be bitwise identical; restore the file "
+                    f"from a copy, or accept other results with: "
+                    f"{resume_command(config.task, folder.path, allow_other_bits=True)}")
+            return replace(found, differences=[lost])
         num_threads = stored.threads or resolve_threads(config.cluster, os.cpu_count() or 1)
         # every machine has torch operations
         no_kernels = "the run began without them" if stored.is_without_kernels else why_no_kernels(report)

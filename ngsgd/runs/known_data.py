@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO
 
 from ngsgd.asr.corpora.corpus import RECIPE_VERSION
-from ngsgd.config import DataConfig, RunConfig
+from ngsgd.config import RunConfig
 from ngsgd.data.archives import read_index
 from ngsgd.data.storage import FormatError
 from ngsgd.errors import CheckpointError
@@ -48,21 +47,27 @@ def preparation_key(config: RunConfig) -> str:
     # they decide where archives are copied to
     settings["data"] = {name: value for name, value in settings["data"].items() if name not in ("store", "node_cache_gb")}
     # another machine may have other data under the same path
-    made_with = [socket.gethostname(), RECIPE_VERSION, *map(_version, _PACKAGES)]
-    return digest_of_json([settings, made_with, _states(config.data)])
+    made_with = [socket.gethostname(), RECIPE_VERSION]
+    for package in _PACKAGES:
+        try:
+            made_with.append(metadata.version(package))
+        except metadata.PackageNotFoundError:
+            made_with.append("")
+    data = config.data
+    named = [data.source, data.alignment, data.lexicon, data.lm, data.lm_text, data.graph, *data.added_dirs]
+    paths = [Path(name).expanduser() for name in named if name and name != "flat"]
+    states = [_state(file) for path in paths for file in _with_tables(path)]
+    return digest_of_json([settings, made_with, states])
 
 
 def known_archives(config: RunConfig, folder: RunFolder) -> Path | None:
-    """Return the archives of a run that has begun; None if its data must be prepared again.
-
-    None also stands for a sequence objective, whose archives are made from the corpus.
-    """
+    """Return the archives of a run that has begun; None if its data must be prepared again."""
     is_begun = folder.data.exists() and (config.data.labels != "ladder" or folder.rungs.exists())
+    # archives of a sequence objective are made from the corpus
     if config.objective.kind != "ce" or not is_begun:
         return None
     try:
-        directory = folder.archives(preparation_key(config))
-        if directory is not None:
+        if (directory := folder.archives(preparation_key(config))) is not None:
             read_index(directory)
     except (CheckpointError, FormatError):
         # the preparation reports or repairs the damage
@@ -70,22 +75,8 @@ def known_archives(config: RunConfig, folder: RunFolder) -> Path | None:
     return directory
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _states(data: DataConfig) -> list[list[object]]:
-    named = [data.source, data.alignment, data.lexicon, data.lm, data.lm_text, data.graph, *data.added_dirs]
-    paths = [Path(name).expanduser() for name in named if name and name != "flat"]
-    return [_state(path) for path in itertools.chain.from_iterable(map(_with_tables, paths))]
-
-
 def _with_tables(path: Path) -> Iterator[Path]:
-    """Yield a path and, for a folder, its files, those of its folders, and files named in tables.
-    """
+    """Yield a path and, for a folder, the files of two levels, and files named in tables."""
     yield path
     for inner in _children(path):
         yield inner
@@ -108,20 +99,18 @@ def _named_in(table: Path) -> Iterable[Path]:
     """Return files that lines at equal distances of a table name."""
     if table.name not in _PLACES or not table.is_file():
         return []
+    lines: dict[bytes, None] = {}
     with table.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        lines = [_line_at(file, size * number // _NUM_PLACES) for number in range(_NUM_PLACES)]
-    words = [line.split() for line in dict.fromkeys(lines)]
+        for offset in (size * number // _NUM_PLACES for number in range(_NUM_PLACES)):
+            # the first line that begins at or after the offset
+            file.seek(max(0, offset - 1))
+            if offset:
+                file.readline(_MAX_LINE_BYTES)
+            lines[file.readline(_MAX_LINE_BYTES)] = None
+    words = [line.split() for line in lines]
     # the place of a matrix is `archive:offset`
     return [named_in(table.parent, os.fsdecode(re.sub(rb":\d+$", b"", pair[1]))) for pair in words if len(pair) == 2]
-
-
-def _line_at(file: BinaryIO, offset: int) -> bytes:
-    """The first line that begins at or after the offset."""
-    file.seek(max(0, offset - 1))
-    if offset:
-        file.readline(_MAX_LINE_BYTES)
-    return file.readline(_MAX_LINE_BYTES)
 
 
 def _state(path: Path) -> list[object]:

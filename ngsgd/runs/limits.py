@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -17,9 +18,14 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 def require_memory(model: ModelConfig, num_inputs: int = 1, num_classes: int = 1) -> None:
     """Raise ConfigError for a model whose parameters alone exceed the memory of this machine."""
+    import psutil
     if model._target_:
         return
-    num_parameters, available = least_parameters(model, num_inputs, num_classes), _memory_bytes()
+    num_parameters = least_parameters(model, num_inputs, num_classes)
+    available = float(psutil.virtual_memory().total)
+    # a container may have less; without a limit: "max"
+    with contextlib.suppress(OSError, ValueError):
+        available = min(available, float(CGROUP_LIMIT.read_text()))
     if num_parameters * _BYTES > available:
         raise ConfigError(f"model.hidden_dim {model.hidden_dim} with model.num_layers "
                           f"{model.num_layers} requires at least {num_parameters:.2g} parameters, "
@@ -38,15 +44,3 @@ def require_schedule(config: RunConfig, num_frames: int) -> None:
                           f"schedule.num_epochs {config.schedule.num_epochs:g} requires "
                           f"{num_passes:,.0f} passes over them, but a run has at most "
                           f"{_MAX_PASSES:,}: raise the first or lower the second.")
-
-
-def _memory_bytes() -> float:
-    """Memory of this machine, or of the container if its limit is lower."""
-    import psutil
-
-    total = float(psutil.virtual_memory().total)
-    try:
-        return min(total, float(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):
-        # no such limit: "max"
-        return total

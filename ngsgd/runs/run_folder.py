@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -63,6 +63,21 @@ class _Below:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a new run is written."""
+
+    # an empty folder; None: a new one in output_dir
+    path: Path | None = None
+    # name -> text of further files
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def require_empty(self) -> None:
+        """Raise ConfigError if the folder has other files than the log of Hydra."""
+        if self.path and self.path.is_dir() and [one for one in self.path.iterdir() if one.suffix != ".log"]:
+            raise ConfigError(f"{self.path} is not empty; choose another hydra.run.dir, or resume the run there.")
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """Paths of the files of a run; docs/files.md describes their content."""
 
@@ -100,8 +115,6 @@ class RunFolder:
     learning_curve = _Below("learning_curve.png")
     # report of `ngsgd report`
     report = _Below("report.html")
-    # measurements of the training process by `ngsgd compare`, if it trained the run
-    measured = _Below("measured.json")
     # identity of the training process, while there is one
     process = _Below("process.json")
     # times and errors of the rungs below the run (data.labels=ladder)
@@ -114,16 +127,22 @@ class RunFolder:
     lock = _Below("lock")
 
     @classmethod
-    def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
-        """Create a folder under the output directory, with the composed configuration."""
-        root = local_root(config.output_dir)
+    def create(cls, config: RunConfig, config_yaml: str, place: Place | None = None) -> RunFolder:
+        """Create a folder in the output directory, or `place`, with the configuration."""
+        root, place = local_root(config.output_dir), place or Place()
+        if place.path and is_url(config.output_dir):
+            raise ConfigError(f"hydra.run.dir is {place.path}, and output_dir is a URL, which names the run; remove hydra.run.dir.")
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         # two runs started in one second
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):
-            folder = cls(root / (name + suffix))
+            folder = cls(place.path or root / (name + suffix))
             try:
                 make_directories(root)
-                folder.path.mkdir()
+                if place.path:
+                    make_directories(place.path)
+                    place.require_empty()
+                else:
+                    folder.path.mkdir()
             except FileExistsError:
                 continue
             except OSError as error:
@@ -145,6 +164,9 @@ class RunFolder:
                 # before the first job: a run without its configuration cannot be resumed
                 write_text(folder.config, with_digest(config_yaml))
                 write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
+                for file, text in place.files.items():
+                    make_directories((folder.path / file).parent)
+                    write_text(folder.path / file, text)
             except OSError:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
@@ -167,10 +189,7 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """Random id that identifies runs of this user; empty if it cannot be read.
-
-        A folder from another user therefore cannot pass as a run of this user.
-        """
+        """Random id, so that no folder of another user passes as this run; empty if unreadable."""
         try:
             return read_regular_text(self.path / self.RUN_ID, max_bytes=1024).strip()
         except (OSError, ValueError):
@@ -181,9 +200,7 @@ class RunFolder:
                        also: Callable[[Mapping[str, Any]], None] = lambda about: None) -> Iterator[None]:
         """Write error.json if the block raises, and remove error and result of an earlier process.
 
-        Args:
-            signal_name: returns the signal that requested the end, such as "SIGTERM".
-            also: receives the content as well, for the event log.
+        `signal_name` returns the signal that requested the end; `also` receives the content.
         """
         self.error.unlink(missing_ok=True)
         self.finished.unlink(missing_ok=True)
@@ -219,11 +236,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self, purpose: str, warn: Callable[[str], None]) -> Iterator[RunLock]:
-        """Exclusive permission to write to the run; removes temporary files of killed processes.
-
-        Raises:
-            RunLockedError: another process holds the lock.
-        """
+        """Hold the lock, or raise RunLockedError; remove temporary files of killed processes."""
         with RunLock(self.lock, purpose, self._last_fence(), warn) as lock:
             for directory in (self.path, self.checkpoints, self.models):
                 remove_abandoned(directory)
@@ -234,11 +247,9 @@ class RunFolder:
                 yield stored
 
     def _last_fence(self) -> int:
-        """The largest fencing number in the ledger, in case the lock file was removed; 0 if none.
-
-        The ledger is read from its end to the first line of its last process, whose number is the
-        largest: that process may repeat a commit with the number of an earlier one.
-        """
+        """The largest fencing number in the ledger, in case the lock file was removed; or 0."""
+        # from the end to the first line of the last process, whose number is the largest: it may
+        # repeat a commit with the number of an earlier one
         if not self.ledger.is_file():
             return 0
         largest = 0
@@ -252,10 +263,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
-        """Store the identity of the training process, for `ngsgd status` and `ngsgd stop`.
-
-        A killed process leaves the file behind.
-        """
+        """Store the identity of the training process; a killed process leaves the file behind."""
         write_text(self.process, json.dumps(process_identity.current()))
         try:
             yield
@@ -264,18 +272,10 @@ class RunFolder:
 
     def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None,
                       adaptation: Path | None = None, alignment: str = "", key: str = "") -> None:
-        """Record the data at the first start and copy the i-vector extractor and the adaptation.
+        """Record the data at the first start, and copy the i-vector extractor and the adaptation.
 
-        Args:
-            digest: of the corpus.
-            egs_directory: the archives.
-            extractor: of i-vectors.
-            adaptation: LDA, MLLT and fMLLR.
-            alignment: file of the labels; empty for those of the corpus.
-            key: `known_data.preparation_key`, with which `archives` returns the archives again.
-
-        Raises:
-            CheckpointError: the data changed since the run began.
+        CheckpointError if the digest of the corpus changed. `alignment`: the file of the labels, if
+        not of the corpus. With `key`, of `preparation_key`, `archives` returns the archives again.
         """
         for made, kept in ((extractor, self.ivectors), (adaptation, self.adaptation)):
             if made is not None and not kept.exists():
@@ -283,8 +283,7 @@ class RunFolder:
                     shutil.copyfile(made, temporary)
         known = self._known_data() if self.data.exists() else {}
         if known and known["digest"] != digest:
-            raise CheckpointError(f"the data of {self.path} changed since the run began; start a "
-                                  "new run.")
+            raise CheckpointError(f"the data of {self.path} changed since the run began; start a new run.")
         about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment, "key": key}
         # with the same data, other settings or times of the source files give another key
         if known.get("key") != key:
@@ -306,8 +305,7 @@ class RunFolder:
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.data} is damaged ({error}); remove it to resume without "
-                                  "comparing the data with those of the start of the "
-                                  "run.") from error
+                                  "comparing the data with those of the start of the run.") from error
         return about
 
 
@@ -317,17 +315,7 @@ def with_digest(config_yaml: str) -> str:
 
 
 def require_unchanged(config: Path, *, accept: bool = False) -> bool:
-    """Whether config.yaml was changed since the run began.
-
-    An accepted change is permanent: the checksum is updated to the current content.
-
-    Args:
-        config: path of config.yaml.
-        accept: accept a change.
-
-    Raises:
-        CheckpointError: it was changed, and `accept` is False.
-    """
+    """Whether config.yaml was changed since the run began; ConfigChangedError unless `accept`."""
     text = read_log(config)
     body, mark, digest = text.rpartition(_DIGEST)
     if not mark:
@@ -339,6 +327,7 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
                               "match. If the change is intended, resume with "
                               f"{option('accept-changed-config')}; otherwise the file is damaged, and its "
                               "settings may differ from those at the start.")
+    # permanent: the checksum is that of the current content
     write_text(config, with_digest(body))
     return True
 
@@ -356,8 +345,7 @@ def check_output_dir(config: RunConfig) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"output_dir is {config.output_dir}, which is not writable "
-                          f"({error.strerror}); choose another folder with "
-                          "output_dir=PATH.") from error
+                          f"({error.strerror}); choose another folder with output_dir=PATH.") from error
 
 
 def what_is_trained(config: RunConfig) -> str:
@@ -366,10 +354,7 @@ def what_is_trained(config: RunConfig) -> str:
 
 
 def resume_command(task: TaskConfig, run: Path, **flags: bool) -> str:
-    """The command, or for a task of a Python program the call, that continues a run.
-
-    `flags` are those of `interface.resume`.
-    """
+    """The command, or for a task of a Python program the call, that continues a run."""
     if not task.from_python and (run / SIMULATION).exists():
         return "ngsgd simulate, from the beginning"
     return interface.resume(str(stored_run.address(run)), task.from_python, **flags)
@@ -379,14 +364,15 @@ def run_name(config: RunConfig) -> str:
     """Name of the run: as configured, else built from the settings that distinguish runs."""
     # the help of commands imports this module, and the options take as long as the rest of it
     from ngsgd.config import RunConfig
-
     others = [config.outer.kind] if config.outer.kind != RunConfig().outer.kind else []
-    return config.name or "-".join([what_is_trained(config), config.optimizer.kind, *others,
+    return config.name or "-".join([what_is_trained(config), config.optimizer.label, *others,
                                     f"j{config.schedule.num_jobs_final}", f"s{config.seed}"])
 
 
-def run_to_continue(config: RunConfig) -> Path | None:
-    """The newest run of the configured name in the output directory; None if there is none."""
+def run_to_continue(config: RunConfig, path: Path | None = None) -> Path | None:
+    """The run in `path`, or the newest of its name in the output directory; None: there is none."""
+    if path:
+        return path if RunFolder(path).config.is_file() else None
     if not config.name:
         raise ConfigError(f"{option('continue', '')} selects a run by its name, but name is not set; add name=NAME.")
     if is_url(config.output_dir):
@@ -416,8 +402,7 @@ def known_run(run: str, *, with_models: bool = True, to_write: bool = False) -> 
         return fetch(f"{output_url}/{newest}") if newest else None
     named = _newest_named(Path("runs"), run) if "/" not in run else None
     folders = (Path(run), Path("runs") / run, *([named] if named else []))
-    return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
-                None)
+    return next((one.resolve() for one in folders if (one / "config.yaml").is_file()), None)
 
 
 def folder_of_model(init_model: str) -> Path:
@@ -426,14 +411,8 @@ def folder_of_model(init_model: str) -> Path:
 
 
 def find_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path:
-    """Return the folder of a run given as a path, or by its name under runs/; see `known_run`.
-
-    Raises:
-        ConfigError: there is no such run; the message names a similar one, or the newest runs.
-        RunLockedError: with `to_write`, a process of this machine writes to the run.
-    """
-    found = known_run(run, with_models=with_models, to_write=to_write)
-    if found:
+    """Return the folder of a run as `known_run`; ConfigError with a similar name if it is none."""
+    if found := known_run(run, with_models=with_models, to_write=to_write):
         return found
     if is_url(run):
         raise ConfigError(f"{run} is not a run; ngsgd status {run.rstrip('/').rpartition('/')[0]} lists the runs there.")

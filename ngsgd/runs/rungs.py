@@ -1,5 +1,4 @@
-"""Rungs of the ladder to good labels: their times and word error rates, stored next to their files.
-"""
+"""Rungs of the ladder to good labels: their times and word error rates, next to their files."""
 
 from __future__ import annotations
 
@@ -19,17 +18,13 @@ Errors = tuple[WordErrors | None, WordErrors | None]
 
 @dataclass(frozen=True)
 class Rung:
-    """A finished rung.
+    """A finished rung."""
 
-    Attributes:
-        name: model or labels that the rung makes.
-        seconds: time that it took when it was computed.
-        valid: errors on the validation set; None if they were not measured.
-        test: errors on the test set; None if they were not measured.
-    """
-
+    # model or labels that the rung makes
     name: str
+    # time that it took when it was computed
     seconds: float
+    # errors; None if they were not measured
     valid: WordErrors | None = None
     test: WordErrors | None = None
 
@@ -39,11 +34,7 @@ class Rung:
 
     @staticmethod
     def of_json(about: Mapping[str, Any]) -> Rung:
-        """Read what `asdict` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Read what `asdict` gave; KeyError, TypeError or ValueError if it is something else."""
         errors = (about[name] and WordErrors.of_json(about[name]) for name in ("valid", "test"))
         return Rung(str(about["name"]), float(about["seconds"]), *errors)
 

@@ -1,8 +1,7 @@
 """Runs in object storage: a working folder on this machine, published after each commit.
 
 Only a process that holds the lock of the working folder changes it. A command that only reads has a
-copy: a folder that no other process uses while it lives. So it can undo no commit of a process that
-trains the run on this machine.
+copy that no other process uses, so it can undo no commit.
 """
 
 from __future__ import annotations
@@ -87,12 +86,7 @@ def stop(folder: Path) -> bool:
 
 
 def holder(folder: Path) -> tuple[Mapping[str, Any], float, str]:
-    """The process that holds the lease of a run, seconds since its last sign of life, and its
-    command.
-
-    The process is empty if the lease was released. The time is approximate: it compares the clock
-    of this machine with that of the service.
-    """
+    """The holder of the lease or {}, seconds since its last sign of life (about), its command."""
     head = read_head(ObjectStore(url_of(folder)))
     if head is None or head.version is None:
         return {}, math.inf, ""
@@ -100,12 +94,7 @@ def holder(folder: Path) -> tuple[Mapping[str, Any], float, str]:
 
 
 def check_output_url(url: str) -> None:
-    """Raise an error unless objects can be written there, and conditional writes work.
-
-    Raises:
-        ConfigError: the URL is not valid, or the service has no conditional writes.
-        ObjectStorageError: the bucket cannot be reached, or access is denied.
-    """
+    """Raise an error unless objects can be written there, and conditional writes work."""
     store = ObjectStore(f"{url.rstrip('/')}/.check-{os.urandom(8).hex()}", retry_s=20.0)
     try:
         # the first answer does not count: a write whose answer was lost is repeated and refused
@@ -131,12 +120,7 @@ def reserved(folder: Path, output_url: str) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path, lock: RunLock, report: Callable[[str], None]) -> Iterator[StoredLock]:
-    """Hold the lease of a run; make its working folder current, and publish it at the end.
-
-    Raises:
-        RunLockedError: another process holds the lease.
-        ObjectStorageError: the store cannot be used.
-    """
+    """Hold the lease of a run; make its working folder current, and publish it at the end."""
     store = ObjectStore(url_of(folder))
     with Lease(store, lock.purpose, report=report) as lease:
         stored = StoredFolder(store, folder, lease)
@@ -156,12 +140,8 @@ def locked(folder: Path, lock: RunLock, report: Callable[[str], None]) -> Iterat
 def fetched(url: str, *, with_models: bool = True) -> Path | None:
     """Return a copy of a run with the files of its newest commit, which only this process uses.
 
-    Args:
-        url: URL of the run.
-        with_models: also fetch checkpoints and models, which `ngsgd status` and `logs` do not need.
-
-    Returns:
-        None if there is no such run.
+    None if there is no such run. `with_models` also fetches checkpoints and models, which `ngsgd
+    status` and `logs` do not need.
 
     Raises:
         ConfigError: the URL is not valid.
@@ -180,12 +160,7 @@ def fetched(url: str, *, with_models: bool = True) -> Path | None:
 
 
 def fetched_to_write(url: str) -> Path | None:
-    """Return the working folder of a run, for a command that continues or decodes it.
-
-    Raises:
-        RunLockedError: a process of this machine uses the folder.
-        ConfigError, CheckpointError, ObjectStorageError: as `fetched`.
-    """
+    """Return the working folder of a run, to continue it; RunLockedError if a process uses it."""
     store, folder = ObjectStore(url), _working_folder(url)
     if newest_manifest(store) is None:
         return None
@@ -200,8 +175,7 @@ def _fill(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = lamb
     """Make a folder equal to the newest commit; no other process uses it."""
     write_text(folder / _URL, store.url + "\n")
     for last in (*(False,) * (_TRIES - 1), True):
-        manifest = newest_manifest(store)
-        if manifest is None:
+        if (manifest := newest_manifest(store)) is None:
             return
         try:
             fetch(store, manifest, folder, wanted, remove_others=True)
@@ -212,18 +186,14 @@ def _fill(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = lamb
 
 
 def copies_of(output_url: str) -> Path:
-    """Return a folder for copies of the runs below a URL that is locked until this process ends.
-
-    The first folder is kept, so that the next command copies only changes. The others are emptied
-    once their processes have ended.
-    """
-    root = cache_root(_COPIES, output_url)
-    if root not in _folders:
+    """Return a folder for copies of the runs below a URL, locked until this process ends."""
+    if (root := cache_root(_COPIES, output_url)) not in _folders:
         for number in itertools.count():
             folder = root / str(number)
             make_directories(folder)
             if mirror.locked(folder) is not None:
                 break
+        # The first one is kept, so that the next command copies only changes.
         mirror.clear_others(folder, kept="0")
         _folders[root] = folder
     return _folders[root]
@@ -256,10 +226,8 @@ def newest_named(names: Iterable[str], name: str) -> str | None:
 
 
 def with_newest_events(copy: Path) -> Path:
-    """Return the folder with the newest events of a run: its copy, or the working folder.
-
-    A process of this machine that could not publish left its error in the working folder.
-    """
+    """Return the folder with the newest events of a run: its copy, or the working folder."""
+    # A process of this machine that could not publish left its error in the working folder.
     url = url_of(copy)
     folders = [copy, _working_folder(url)] if url else [copy]
     # event logs only grow; of equals the working folder, which may have an error

@@ -1,8 +1,9 @@
 """Permission to import modules of received runs: begun by this user here, or explicitly trusted.
 
-`model._target_` of a run is code, and a run folder or a final model may come from anyone. Its
-module is imported only with permission: by the command line that begins a run, --trust or
-trust=True, NGSGD_TRUST=1, or the record of runs that this user began, outside of every run folder.
+`_target_` of model, task and optimizer of a run is code, and a run folder or a final model may come
+from anyone. Its module is imported only with permission: by the command line that begins a run,
+--trust or trust=True, NGSGD_TRUST=1, or the record of runs that this user began, outside of every
+run folder.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngsgd import interface
-from ngsgd.config import ModelConfig, TaskConfig
+from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, TaskConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import digest_of_json, new_file, read_json
 from ngsgd.interface import option
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "NGSGD_TRUST"
 # settings that name a module, or their content in a file
-Module = ModelConfig | TaskConfig | Mapping[str, Any]
+Module = ModelConfig | OptimizerConfig | TaskConfig | Mapping[str, Any]
 # the settings that determine the imported code and its arguments
 _EXECUTED = ("_target_", "search_path", "args")
 _MAX_RECORDS = 5000
@@ -46,61 +47,77 @@ def allow(model: Module) -> None:
     allowed_modules.add(_digest(_settings(model)))
 
 
-def remember(model: ModelConfig | TaskConfig, run_id: str) -> None:
-    """Record that this user began the run, so that it resumes without --trust.
+def modules_of(config: RunConfig) -> dict[str, Any]:
+    """Return the sections, by name, whose modules training imports."""
+    names = ("task" if config.task._target_ else "model", "optimizer")
+    sections = {name: getattr(config, name) for name in names}
+    # a task of a Python program is no module
+    return {name: section for name, section in sections.items() if section._target_ and not getattr(section, "from_python", "")}
 
-    Raises:
-        OSError: the record cannot be written.
-    """
+
+def absolute(config: RunConfig) -> RunConfig:
+    """Return a configuration with the absolute folders of its modules."""
+    return replace(config, **{name: replace(module, search_path=os.path.abspath(module.search_path or os.getcwd()))
+                              for name, module in modules_of(config).items()})
+
+
+def located(config: RunConfig) -> RunConfig:
+    """Return `absolute`, and allow the imports."""
+    found = absolute(config)
+    for module in modules_of(found).values():
+        allow(module)
+    return found
+
+
+def remember(module: Module, run_id: str) -> None:
+    """Record that this user began the run, so that it resumes without --trust."""
     path = _record_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(path):
-        records = {**_records(), run_id: _digest(asdict(model))}
-        newest = dict(list(records.items())[-_MAX_RECORDS:])
+        known = _records()
+        digests = dict.fromkeys([*known.pop(run_id, "").split(), _digest(_settings(module))])
+        newest = dict(list({**known, run_id: " ".join(digests)}.items())[-_MAX_RECORDS:])
         with new_file(path, mode=0o600) as temporary:
             temporary.write_text(json.dumps(newest, indent=0), encoding="utf-8")
 
 
-def remember_or_warn(model: ModelConfig | TaskConfig, run_id: str, warn: Callable[[str], None]) -> None:
-    """Call `remember`; warn if there is no home directory or no disk space."""
+def remember_or_warn(config: RunConfig, run_id: str, warn: Callable[[str], None]) -> None:
+    """Call `remember` for all modules; warn if there is no home directory or disk space."""
     try:
-        remember(model, run_id)
+        for module in modules_of(config).values():
+            remember(module, run_id)
     except (OSError, RuntimeError) as error:
-        warn(f"the start of this run could not be recorded ({error}); add {option('trust')} to "
-             "resume or decode it.")
+        warn(f"the start of this run could not be recorded ({error}); add {option('trust')} to resume or decode it.")
 
 
 def require(model: Module, source: Path, run_id: str = "", *, trust: bool = False) -> None:
-    """Raise ConfigError unless the module of these settings may be imported here.
-
-    Args:
-        model: settings of the model in `source`; those without a custom module are always allowed.
-        source: the file with the settings, for the message.
-        run_id: id of the run in that file.
-        trust: the user trusts it.
-    """
+    """Raise ConfigError unless the module, if any, of these settings may be imported here."""
     settings = _settings(model)
     if not settings.get("_target_"):
         return
     digest = _digest(settings)
     is_told = trust or os.environ.get(VARIABLE, "").lower() in _YES
-    if is_told or digest in allowed_modules or (run_id and _records().get(run_id) == digest):
+    if is_told or digest in allowed_modules or (run_id and digest in _records().get(run_id, "").split()):
         allowed_modules.add(digest)
         return
     where = settings.get("search_path") or "the current folder"
     arguments = f" with {str(settings['args'])[:200]}" if settings.get("args") else ""
-    raise ConfigError(
-        f"{source} asks to import {settings['_target_']} from {where}{arguments}, "
-        "which runs that code with your permissions, but this user did not begin that run on this "
-        f"machine. Inspect that module; if you trust it, repeat this with {option('trust')}, or "
-        f"{VARIABLE}=1 in the environment.")
+    raise ConfigError(f"{source} asks to import {settings['_target_']} from {where}{arguments}, "
+                      "which runs that code with your permissions, but this user did not begin "
+                      "that run on this machine. Inspect that module; if you trust it, repeat this "
+                      f"with {option('trust')}, or {VARIABLE}=1 in the environment.")
 
 
-def require_run(folder: RunFolder, model: ModelConfig | TaskConfig, *, trust: bool = False) -> None:
-    """Call `require` for the imports of training: the model of the run, and its initial model."""
-    require(model, folder.config, folder.run_id, trust=trust)
-    if isinstance(model, ModelConfig) and (folder.init_model / "model.json").is_file():
-        require_final(folder.init_model, model, trust=trust)
+def require_run(folder: RunFolder, config: RunConfig, *, trust: bool = False, trains: bool = True) -> None:
+    """Call `require` for the imports of a run: its modules, and its initial model.
+
+    Without `trains`, the optimizer is not imported.
+    """
+    for name, module in modules_of(config).items():
+        if trains or name != "optimizer":
+            require(module, folder.config, folder.run_id, trust=trust)
+    if not config.task._target_ and (folder.init_model / "model.json").is_file():
+        require_final(folder.init_model, config.model, trust=trust)
 
 
 def require_final(final: Path, own: ModelConfig | None = None, *, trust: bool = False) -> None:
@@ -110,23 +127,16 @@ def require_final(final: Path, own: ModelConfig | None = None, *, trust: bool = 
 
 
 def as_own(settings: Mapping[str, Any], own: ModelConfig | None) -> Mapping[str, Any]:
-    """Replace module and arguments of a final model by those of the run that starts from it.
-
-    This applies if both name one module. The parameters must match that module in any case, so a
-    module that only the final model names need not be imported.
-    """
+    """Replace module and arguments of a final model by those of the run that starts from it."""
+    # The parameters must match that module in any case: one that only the final model names is not
+    # imported.
     if own is None or not own._target_ or settings.get("_target_") != own._target_:
         return settings
     return {**settings, **{name: getattr(own, name) for name in _EXECUTED}}
 
 
 def read_about(final: Path) -> dict[str, Any]:
-    """Read model.json of a final model.
-
-    Raises:
-        OSError: it is missing.
-        CheckpointError: it is damaged.
-    """
+    """Read model.json of a final model; OSError if it is missing, CheckpointError if damaged."""
     path = final / "model.json"
     try:
         about = read_json(path)
@@ -139,18 +149,12 @@ def read_about(final: Path) -> dict[str, Any]:
     return {**about, "run_id": str(about.get("run_id", ""))}
 
 
-# The record ---------------------------------------------------------------------------------------
-
-
 def _record_path() -> Path:
     return state_folder() / "trusted.json"
 
 
 def _records() -> dict[str, str]:
-    """Run id -> digest of its model settings.
-
-    It is empty if the file is missing, damaged or writable by others.
-    """
+    """Run id -> digests of its modules; empty if missing, damaged or writable by others."""
     path = _record_path()
     try:
         with path.open(encoding="utf-8") as file:

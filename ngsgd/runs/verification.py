@@ -16,8 +16,7 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.storage.checkpoint import CheckpointStore
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.task import Task, TaskSpec, seeded_model
-from ngsgd.training.verification.counted import Starts, counted_jobs, require_any
-from ngsgd.training.verification.repetition import Check, Sample, Verification, verify
+from ngsgd.training.verification.repetition import Check, Sample, Starts, Verification, counted_jobs, require_any, verify
 
 
 @dataclass(frozen=True)
@@ -31,29 +30,19 @@ class Request:
 
 def verify_run(config: RunConfig, folder: RunFolder, spec: TaskSpec, task: Task, initial: Vector, request: Request,
                report: Callable[[str], None]) -> Verification:
-    """Repeat a sample of the jobs of a run.
-
-    Args:
-        config: configuration of the run.
-        folder: the run folder, locked.
-        spec: description of the task.
-        task: the task, on the CPU.
-        initial: initial parameters of the run.
-        request: which jobs.
-        report: receives progress lines.
-
-    Returns:
-        The checks; they may contain differences.
-
-    Raises:
-        CheckpointError: no job can be repeated.
-    """
-    counted = counted_jobs(folder.ledger)
+    """Repeat a sample of the jobs of a run; CheckpointError if no job can be repeated."""
+    # The folder is locked, and the task is on the CPU.
+    done = counted_jobs(folder.ledger)
     layout = FlatLayout.of(seeded_model(task, config.seed))
     starts = Starts(task, spec.settings, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep),
                     task.shards().schedule(config.schedule), initial)
-    jobs = require_any(counted, starts)
-    report(_coverage(len(jobs), len(counted), config))
+    jobs = require_any(done, starts)
+    line = f"{len(jobs)} of {counted(len(done), 'counted job')} can be repeated"
+    if len(jobs) < len(done):
+        line += (", because the checkpoints that the others started from are not on disk; "
+                 f"checkpoint.num_to_keep={config.checkpoint.num_to_keep} keeps the last ones, and "
+                 "a larger number keeps more")
+    report(line)
     fingerprint = FingerprintCheck.of_resumed_run(config, folder, report, allow_other_bits=True)
     torch.set_num_threads(fingerprint.num_threads)
     pool = InProcessPool(spec, 1, fingerprint.num_threads)
@@ -67,16 +56,8 @@ def verify_run(config: RunConfig, folder: RunFolder, spec: TaskSpec, task: Task,
         # (outer iteration, job) -> objective per frame during training
         objectives = {(event["outer_iter"], job["job"]): job["objf"] for event in read_events(folder.events)
                       if event["event"] == "outer_iteration" for job in event["jobs"]}
-        checks = verify(request.sample.of(jobs, len(counted), request.seed), starts, pool, objectives,
+        checks = verify(request.sample.of(jobs, len(done), request.seed), starts, pool, objectives,
                         is_bitwise=not differences, report=request.report)
     finally:
         pool.close()
-    return Verification(len(counted), len(jobs), tuple(differences), tuple(checks))
-
-
-def _coverage(num_repeatable: int, num_counted: int, config: RunConfig) -> str:
-    line = f"{num_repeatable} of {counted(num_counted, 'counted job')} can be repeated"
-    if num_repeatable == num_counted:
-        return line
-    return (f"{line}, because the checkpoints that the others started from are not on disk; checkpoint.num_to_keep="
-            f"{config.checkpoint.num_to_keep} keeps the last ones, and a larger number keeps more")
+    return Verification(len(done), len(jobs), tuple(differences), tuple(checks))

@@ -1,3 +1,1 @@
-"""Sequence objectives: path sums through graphs of states, and training with them, without
-knowledge of speech.
-"""
+"""Sequence objectives without knowledge of speech: path sums through graphs, and training."""

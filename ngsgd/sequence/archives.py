@@ -1,9 +1,8 @@
 """Archives of complete sequences or chunks, read in an order given by (seed, outer iteration, job).
 
-They are stored next to the archives of single frames and contain the same frames and labels.
-Sequences whose labels have no path through the denominator graph are excluded and counted.
-
-Letters: Q sequences, N rows, D feature dimension, W window of spliced frames.
+They lie next to the archives of single frames. Sequences without a path through the denominator
+graph are excluded and counted. Q sequences, N rows, D feature dimension, W window of spliced
+frames.
 """
 
 from __future__ import annotations
@@ -26,19 +25,17 @@ from ngsgd.config import AugmentConfig
 from ngsgd.data.archives import prepared
 from ngsgd.data.examples import windows
 from ngsgd.data.fetching.files import Files, LocalFiles, Offer, offer_of
-from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.frames import FrameSet
-from ngsgd.data.reader import EgsReader, ahead, opened
+from ngsgd.data.reader import EgsReader, ahead, index_in, opened
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DataError
 from ngsgd.files import FORMATS, cache_name, read_json, sealed, unsealed, write_text
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
-from ngsgd.sequence.numerators import Chain, Chains, chain_of
+from ngsgd.sequence.objectives import Chain, Chains, chain_of
 
 INDEX = "sequences.json"
-# names of the fields of a chain in an archive
-_CHAIN = ("pdf", "enter", "loop", "first", "last")
+_CHAIN = ("pdf", "enter", "loop", "first", "last")  # names of the fields of a chain in an archive
 # Stored frames around a chunk: the largest possible context (egs.left_context).
 _MARGIN = 100
 
@@ -46,10 +43,8 @@ _MARGIN = 100
 class Outputs(NamedTuple):
     """The frames for which there are outputs, and their labels."""
 
-    # frames per output; archives have all offsets
-    frame_subsampling: int = 1
-    # frames by which states may move from their labels
-    tolerance_frames: int = 0
+    frame_subsampling: int = 1  # frames per output; archives have all offsets
+    tolerance_frames: int = 0  # frames by which states may move from their labels
 
     @property
     def has_chains(self) -> bool:
@@ -62,47 +57,31 @@ class SequenceMinibatch(NamedTuple):
 
     x_ND: Tensor
     pdf_N: Tensor
-    # always None: all frames have weight 1
-    weight_N: Tensor | None
-    # frames of each sequence
-    lengths: tuple[int, ...]
+    weight_N: Tensor | None  # always None: all frames have weight 1
+    lengths: tuple[int, ...]  # frames of each sequence
     # float64: log weight of the labels of each sequence in the graph, or of the end of its chain
     log_weight_B: Tensor
-    # numerators with tolerance
-    chains: Chains | None = None
+    chains: Chains | None = None  # numerators with tolerance
 
 
 @dataclass(frozen=True)
 class SequenceIndex:
     """Contents of the archives of one directory, stored in its sequences.json."""
 
-    num_frames: list[int]       # of each archive
-    num_sequences: list[int]    # of each archive
-    # sequences whose labels have no path through the graph
-    num_left_out: int
-    sha256: list[str]           # of each archive
+    num_frames: list[int]  # of each archive
+    num_sequences: list[int]  # of each archive
+    num_left_out: int  # sequences whose labels have no path through the graph
+    sha256: list[str]  # of each archive
 
 
 def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: int, chunk_frames: int, digest: str,
                       cache_root: Path, outputs: Outputs | None = None, report: Callable[[str], None] = print) -> Path:
-    """Write the directory of these sequences unless it exists.
+    """Write the directory of these sequences unless it exists, and return it.
 
-    Args:
-        train: frames and labels.
-        graph: denominator graph.
-        samples_per_iter: frames per archive.
-        chunk_frames: approximate length of chunks, whose labels may begin and end anywhere in the
-            graph; 0: complete utterances.
-        digest: digest of the frames.
-        cache_root: parent of the directory.
-        outputs: frames that have outputs, and the tolerance of their labels. Default: all, none.
-        report: called with a message if a damaged directory is written again.
-
-    Returns:
-        The directory.
-
-    Raises:
-        DataError: the disk is full, or no sequence is usable.
+    Archives have about `samples_per_iter` frames, and chunks about `chunk_frames` (0: complete
+    utterances), whose labels may begin and end anywhere in the graph. `outputs` are the frames that
+    have outputs, and the tolerance of their labels (default: all, none). `report` is called if a
+    damaged directory is written again. Raises DataError: disk full, or no usable sequence.
     """
     content = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in graph.arrays().values())).hexdigest()
     outputs = outputs or Outputs()
@@ -110,7 +89,23 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
                                         samples_per_iter=samples_per_iter, chunk_frames=chunk_frames, outputs=list(outputs))
 
     def write(temporary: Path) -> None:
-        _write(train, list(_groups(train, graph, chunk_frames, outputs)), samples_per_iter, temporary)
+        groups = list(_groups(train, graph, chunk_frames, outputs))
+        num_spans = sum(len(group.spans) for group in groups)
+        groups = [group._replace(spans=[span for span in group.spans if math.isfinite(span.log_weight)]) for group in groups]
+        usable = [group for group in groups if group.spans]
+        if not usable:
+            raise DataError(f"the labels of all {num_spans} training sequences have no path "
+                            "through the denominator graph; check that graph and alignment belong together.")
+        # On disk; every pass shuffles again with the seed of the run.
+        order = np.random.default_rng(0).permutation(len(usable))
+        num_outputs = sum(span.num_outputs for group in usable for span in group.spans)
+        num_archives = max(1, round(num_outputs / samples_per_iter))
+        split = np.array_split(order, min(num_archives, len(usable)))
+        entries = [_write_archive(train, [usable[at] for at in part], temporary / _name(number))
+                   for number, part in enumerate(split)]
+        num_frames, num_sequences, digests = (list(column) for column in zip(*entries, strict=True))
+        index = SequenceIndex(num_frames, num_sequences, num_spans - sum(num_sequences), digests)
+        write_text(temporary / INDEX, json.dumps(sealed("sequences", asdict(index)), indent=1))
     return prepared(directory / INDEX, "sequences", read_index_file, write, report)
 
 
@@ -127,8 +122,7 @@ class _Span(NamedTuple):
 
     first: int
     end: int
-    # frames per output
-    step: int
+    step: int  # frames per output
     log_weight: float
     chain: Chain | None
 
@@ -141,49 +135,26 @@ class _Group(NamedTuple):
     """The sequences of a chunk, one for each offset of its outputs, and their stored frames."""
 
     spans: list[_Span]
-    # with the context, inside the utterance
-    low: int
+    low: int  # with the context, inside the utterance
     high: int
-
-    def usable(self) -> _Group:
-        return self._replace(spans=[span for span in self.spans if math.isfinite(span.log_weight)])
-
-
-def _write(train: FrameSet, groups: list[_Group], samples_per_iter: int, directory: Path) -> None:
-    num_spans = sum(len(group.spans) for group in groups)
-    usable = [group for group in (group.usable() for group in groups) if group.spans]
-    if not usable:
-        raise DataError(f"the labels of all {num_spans} training sequences have no path through "
-                        "the denominator graph; check that graph and alignment belong together.")
-    # On disk; every pass shuffles again with the seed of the run.
-    order = np.random.default_rng(0).permutation(len(usable))
-    num_outputs = sum(span.num_outputs for group in usable for span in group.spans)
-    num_archives = max(1, round(num_outputs / samples_per_iter))
-    entries = [_write_archive(train, [usable[at] for at in part], directory / _name(number))
-               for number, part in enumerate(np.array_split(order, min(num_archives, len(usable))))]
-    num_frames, num_sequences, digests = (list(column) for column in zip(*entries, strict=True))
-    index = SequenceIndex(num_frames, num_sequences, num_spans - sum(num_sequences), digests)
-    write_text(directory / "sequences.json", json.dumps(sealed("sequences", asdict(index)), indent=1))
 
 
 def _groups(train: FrameSet, graph: StateGraph, chunk_frames: int, outputs: Outputs) -> Iterator[_Group]:
+    step = outputs.frame_subsampling
     for low, high in zip(train.offsets[:-1].tolist(), train.offsets[1:].tolist(), strict=True):
         num_chunks = max(1, round((high - low) / chunk_frames)) if chunk_frames else 1
         edges = np.linspace(low, high, num_chunks + 1).round().astype(int).tolist()
-        for first, end in itertools.pairwise(edges):
-            offsets = range(first, min(end, first + outputs.frame_subsampling))
-            spans = [_span(train, graph, offset, end, outputs) for offset in offsets]
+        for begin, end in itertools.pairwise(edges):
+            spans, chain = [], None
+            for first in range(begin, min(end, begin + step)):
+                pdf_T = train.pdf_T[first:end:step]
+                if outputs.has_chains:
+                    chain, log_weight = chain_of(graph, pdf_T, math.ceil(outputs.tolerance_frames / step))
+                else:
+                    log_weight = graph.log_weight_of(pdf_T)
+                spans.append(_Span(first, end, step, log_weight, chain))
             if spans:
-                yield _Group(spans, max(low, first - _MARGIN), min(high, end + _MARGIN))
-
-
-def _span(train: FrameSet, graph: StateGraph, first: int, end: int, outputs: Outputs) -> _Span:
-    step = outputs.frame_subsampling
-    pdf_T = train.pdf_T[first:end:step]
-    if not outputs.has_chains:
-        return _Span(first, end, step, graph.log_weight_of(pdf_T), None)
-    chain, log_weight = chain_of(graph, pdf_T, math.ceil(outputs.tolerance_frames / step))
-    return _Span(first, end, step, log_weight, chain)
+                yield _Group(spans, max(low, begin - _MARGIN), min(high, end + _MARGIN))
 
 
 def _write_archive(train: FrameSet, groups: list[_Group], path: Path) -> tuple[int, int, str]:
@@ -220,21 +191,12 @@ class SequenceReader:
     """Reader of minibatches of sequences, with the interface that schedules need."""
 
     def __init__(self, directory: Path, frames: EgsReader, files: Files | None = None) -> None:
-        """Open a directory.
-
-        Args:
-            directory: result of `prepare_sequences`.
-            frames: examples of the same corpus, which define splicing.
-            files: files of the directory on a node that does not see it. Default: read in place.
+        """Open a result of `prepare_sequences`; `frames` are examples of the same corpus, and
+        `files` those of the directory on a node that does not see it.
         """
         self.directory = directory
-        try:
-            self.files = files or LocalFiles(directory)
-            self.index = read_index_file(self.files.root(INDEX))
-        except UnsoundFileError as error:
-            raise DataError(str(error)) from error
-        except FormatError as error:
-            raise DataError(f"{directory} is not a directory of sequences ({error}); remove it and run again.") from error
+        self.files = files or LocalFiles(directory)
+        self.index = index_in(directory, self.files, INDEX, "sequences", read_index_file)
         self.info = replace(frames.info, num_archives=len(self.index.num_frames), frames_per_eg=1,
                             num_frames=sum(self.index.num_frames), num_examples=list(self.index.num_sequences),
                             num_rows=[[number] for number in self.index.num_frames])
@@ -250,10 +212,8 @@ class SequenceReader:
     def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int, first: int = 0,
                     stop: int | None = None, augment: AugmentConfig | None = None, prefetch: int = 0,
                     pin_memory: bool = False) -> Iterator[SequenceMinibatch]:
-        """Yield all sequences of an archive, shuffled, about `size` frames at a time.
-
-        With `first` and `stop` only these minibatches of the pass; the order does not depend on
-        them. `augment` is not used.
+        """Yield all sequences of an archive, shuffled, about `size` frames at a time, with `first`
+        and `stop` only these of the pass; `augment` is not used.
         """
         archive = opened(self.files, self.directory, _name(shard.archive), str(self.index.sha256[shard.archive]), shard.archive)
         order_Q = np.random.default_rng((seed, outer_iter, job)).permutation(self.index.num_sequences[shard.archive])

@@ -1,15 +1,11 @@
 """Sums over all paths through a graph of states, and their gradients with respect to frame scores.
 
-The recursions run over frames; all sequences of a batch and all states advance in one GEMM with the
-transition matrix. Sums are logarithms in float64, relative to the maximum of each frame, so that
-length and scale of the scores do not matter. Within a frame, values more than 87 nats below the
-best state (float32) are zero. Gradients are posteriors, so no autograd graph over time is stored.
+All sequences and states advance in one GEMM per frame. Sums are float64 logarithms, relative to the
+maximum of each frame; values more than 87 nats below the best state (float32) are zero.
 
-The log sum:  Z = log sum_paths exp(log weight + sum_t score_t).  Gradient with respect to
-score_t(p): the posterior of class p in frame t.
-The expected accuracy:  E = sum_paths P(path) sum_t acc_t, with P from those scores.  Gradient with
-respect to score_t(p): the sum of P over the paths that pass class p in frame t, each times its
-accuracy minus E (Povey, Ph.D. thesis 2003, section 6.2.3).
+Z = log sum_paths exp(log weight + sum_t score_t); its gradient is the posterior of class p in frame
+t. E = sum_paths P(path) sum_t acc_t, with P from those scores. Its gradient is the sum of P over
+the paths that pass class p in frame t, each times its accuracy minus E (Povey 2003, section 6.2.3).
 
 Letters: N rows (frames of all sequences, concatenated), P classes, B sequences, T frames of the
 longest, S states. Per frame: a forward and b backward log sums, r and s expected accuracies before
@@ -33,10 +29,8 @@ def log_path_sum(scores_NP: Tensor, lengths: Sequence[int], transitions: Transit
     """Return Z of each sequence, B (float64); minus infinity, with gradient 0, if no path has its
     length.
 
-    Args:
-        scores_NP: frame scores, with respect to which Z is once differentiable.
-        lengths: frames of each sequence, in the order of the rows.
-        transitions: the graph.
+    `scores_NP` are the frame scores, with respect to which Z is once differentiable, and `lengths`
+    the frames of each sequence, in the order of the rows.
     """
     z_B: Tensor = _LogPathSum.apply(scores_NP, tuple(lengths), transitions)  # type: ignore[no-untyped-call]
     return z_B
@@ -45,11 +39,7 @@ def log_path_sum(scores_NP: Tensor, lengths: Sequence[int], transitions: Transit
 def expected_accuracy(scores_NP: Tensor, accuracy_NP: Tensor, lengths: Sequence[int], transitions: Transitions) -> Tensor:
     """Return E of each sequence, B (float64); 0, with gradient 0, if no path has its length.
 
-    Args:
-        scores_NP: frame scores.
-        accuracy_NP: accuracy of class p in each frame, without gradient.
-        lengths: frames of each sequence, in the order of the rows.
-        transitions: the graph.
+    `accuracy_NP` is that of class p in each frame, without gradient; see `log_path_sum`.
     """
     e_B: Tensor = _ExpectedAccuracy.apply(scores_NP, accuracy_NP, tuple(lengths), transitions)  # type: ignore[no-untyped-call]
     return e_B
@@ -91,23 +81,13 @@ class _ExpectedAccuracy(torch.autograd.Function):
         return derivative_NP * ctx.batch.per_row(dE_B).to(derivative_NP.dtype), None, None, None
 
 
-# Batches ------------------------------------------------------------------------------------------
-
-
 class _Batch(NamedTuple):
-    """Sequences as columns, the longest first.
+    """Sequences as columns, the longest first; active ones of a frame are the first columns."""
 
-    Active sequences of a frame are the first columns.
-    """
-
-    # sequence of each column
-    order_B: Tensor
-    # columns that have a frame t
-    alive: list[int]
-    # row of each frame; beyond the end of a sequence any row of it
-    row_TB: Tensor
-    # of each row: its frame, its column and its sequence
-    frame_N: Tensor
+    order_B: Tensor  # sequence of each column
+    alive: list[int]  # columns that have a frame t
+    row_TB: Tensor  # row of each frame; beyond the end of a sequence any row of it
+    frame_N: Tensor  # of each row: its frame, its column and its sequence
     column_N: Tensor
     sequence_N: Tensor
 
@@ -145,9 +125,6 @@ class _Batch(NamedTuple):
     def per_row(self, values_B: Tensor) -> Tensor:
         """Return the value of the sequence of each row, N x 1."""
         return values_B[self.sequence_N, None]
-
-
-# Recursions ---------------------------------------------------------------------------------------
 
 
 def _forward(batch: _Batch, score_TSB: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
@@ -231,10 +208,7 @@ def _accuracy_posteriors(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor,
 
 
 def _exp(log_x_SB: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (exponentials relative to the maximum of each column, its logarithm).
-
-    Empty columns stay empty.
-    """
+    """Return (exponentials relative to the maximum of each column, its logarithm)."""
     top_B = log_x_SB.amax(dim=0)
     top_B = torch.where(top_B.isfinite(), top_B, 0.0)
     return (log_x_SB - top_B).exp_(), top_B
@@ -247,15 +221,9 @@ def _softmax(log_x_SB: Tensor) -> Tensor:
 
 
 def _centered(values_SB: Tensor, weight_SB: Tensor) -> Tensor:
-    """Subtract the weighted mean of each column.
-
-    Sums over long sequences would lose differences.
-    """
+    """Subtract the weighted mean of each column: sums would lose differences."""
     total_B = weight_SB.sum(dim=0)
     return values_SB - (weight_SB * values_SB).sum(dim=0) / torch.where(total_B > 0.0, total_B, 1.0)
-
-
-# Transitions -------------------------------------------------------------------------------------
 
 
 # Beyond this, sparse rows are faster on a CPU core, because states have few successors.

@@ -1,10 +1,6 @@
-"""Weighted graphs of states that emit one class (pdf) per frame.
+"""Weighted graphs of states that emit one class (pdf) per frame: denominators of objectives.
 
-The denominator of sequence objectives.
-
-Entering a state takes one frame and emits its class. Weights are log probabilities, but need not
-sum to one. Transducers have classes on arcs and may have epsilon arcs; `from_arcs` converts them.
-
+Entering a state takes one frame. Weights are log probabilities, but need not sum to one.
 Letters: A arcs, S states, T frames.
 """
 
@@ -25,8 +21,7 @@ from ngsgd.errors import DataError
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Instead of a class, on an epsilon arc, which takes no frame.
-NOTHING = -1
+NOTHING = -1  # Instead of a class, on an epsilon arc, which takes no frame.
 # frames of the random paths whose average gives the occupancy of states (Kaldi: 100)
 _AVERAGED_FRAMES = 100
 
@@ -44,15 +39,12 @@ class StateArc(NamedTuple):
 class StateGraph:
     """States, and the log weights of transitions between them."""
 
-    # class that a state emits
-    pdf_S: Ints
+    pdf_S: Ints  # class that a state emits
     source_A: Ints
     target_A: Ints
     log_weight_A: Floats
-    # distribution of the state before the first frame
-    log_initial_S: Floats
-    # added at the end of a path
-    log_final_S: Floats
+    log_initial_S: Floats  # distribution of the state before the first frame
+    log_final_S: Floats  # added at the end of a path
     # Leaky HMM: before every frame, a path may jump to a state distributed as `restart_S`, with
     # this weight.
     leak: float = 0.0
@@ -81,9 +73,8 @@ class StateGraph:
         return replace(self, leak=leak, restart_S=self.occupancy())
 
     def anywhere(self, *, with_start: bool = False) -> StateGraph:
-        """Return the graph for chunks of sequences, which may begin and end in any state.
-
-        With `with_start` chunks may also begin where sequences do, as the first chunk of each does.
+        """Return the graph for chunks of sequences, which may begin and end in any state, and with
+        `with_start` begin where sequences do, as the first chunk of each does.
         """
         initial_S = self.occupancy()
         if with_start:
@@ -104,10 +95,7 @@ class StateGraph:
         return np.asarray(occupied_S / occupied_S.sum())
 
     def log_weight_of(self, pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> float:
-        """Return the log weight of all paths that emit these classes, without jumps.
-
-        Minus infinity without a path.
-        """
+        """Return the log weight of all paths that emit these classes, without jumps; -inf: none."""
         ids = [int(pdf) for pdf in pdf_T]
         x, total = np.exp(self.log_initial_S), 0.0
         before = NOTHING
@@ -121,10 +109,7 @@ class StateGraph:
         return total + math.log(final) if final > 0.0 else -math.inf
 
     def best_path(self, pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> Ints | None:
-        """Return the states of the best path that emits these classes, without jumps.
-
-        None without a path.
-        """
+        """Return the states of the best path of these classes, without jumps; None without one."""
         ids = [int(pdf) for pdf in pdf_T]
         x, before, came_from = np.exp(self.log_initial_S), NOTHING, []
         for pdf in ids:
@@ -144,8 +129,7 @@ class StateGraph:
         return np.array(path[::-1], np.int64)
 
     def log_weight_into(self, state: int) -> float:
-        """Return the log weight of beginning with a state, over all states before the first frame.
-        """
+        """Return the log weight of beginning with a state, over all states before."""
         arrives_A = self.target_A == state
         return float(np.logaddexp.reduce(self.log_initial_S[self.source_A[arrives_A]] + self.log_weight_A[arrives_A],
                                          initial=-math.inf))
@@ -163,10 +147,7 @@ class StateGraph:
         return found
 
     def _between(self, before: int, after: int) -> Floats:
-        """Return the weights from the states of one class to those of another.
-
-        From all states at the start.
-        """
+        """Weights from the states of one class, or from all at the start, to those of another."""
         key = (before, after)
         if key not in self._blocks:
             rows, columns = self._states_of.get(before, np.zeros(0, np.int64)), self._states_of.get(after, np.zeros(0, np.int64))
@@ -190,8 +171,7 @@ class StateGraph:
         return {}
 
 
-def from_arcs(arcs: Iterable[StateArc], *, start: int,
-              log_final: Mapping[int, float]) -> StateGraph:
+def from_arcs(arcs: Iterable[StateArc], *, start: int, log_final: Mapping[int, float]) -> StateGraph:
     """Convert a transducer to a graph with the same sum over paths for any frame scores.
 
     States are split by the class of the incoming arcs. Epsilon arcs are summed into the arcs that
@@ -200,7 +180,20 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     leaving: dict[int, list[StateArc]] = defaultdict(list)
     for arc in arcs:
         leaving[arc.source].append(arc)
-    reach = _Reach(leaving)
+    known: dict[int, dict[int, float]] = {}
+
+    def reach(state: int, above: frozenset[int] = frozenset()) -> dict[int, float]:
+        """State -> log weight through epsilon arcs, with the state itself."""
+        if state in above:
+            raise DataError("The graph has a cycle of epsilon arcs; remove it.")
+        if state not in known:
+            reached = {state: 0.0}
+            for arc in leaving.get(state, ()):
+                if arc.pdf == NOTHING:
+                    for target, log_weight in reach(arc.target, above | {state}).items():
+                        reached[target] = float(np.logaddexp(reached.get(target, -math.inf), arc.log_weight + log_weight))
+            known[state] = reached
+        return known[state]
     numbers = {(start, NOTHING): 0}
     todo = [(start, NOTHING)]
     found: dict[tuple[int, int], float] = {}
@@ -208,7 +201,7 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     # The list grows during the iteration.
     for key in todo:
         final = -math.inf
-        for state, log_weight in reach.of(key[0]).items():
+        for state, log_weight in reach(key[0]).items():
             final = float(np.logaddexp(final, log_weight + log_final.get(state, -math.inf)))
             for arc in leaving.get(state, ()):
                 if arc.pdf != NOTHING:
@@ -225,24 +218,3 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     # Nothing leads into the start, so its class is arbitrary.
     pdf_S = np.array([max(pdf, 0) for _, pdf in todo], np.int64)
     return StateGraph(pdf_S, ends_A[:, 0], ends_A[:, 1], np.array(list(found.values())), log_initial_S, np.array(log_finals))
-
-
-class _Reach:
-    """States that are reachable through epsilon arcs."""
-
-    def __init__(self, leaving: Mapping[int, Sequence[StateArc]]) -> None:
-        self._leaving = leaving
-        self._known: dict[int, dict[int, float]] = {}
-
-    def of(self, state: int, above: frozenset[int] = frozenset()) -> dict[int, float]:
-        """Return state -> log weight, including the state itself."""
-        if state in above:
-            raise DataError("The graph has a cycle of epsilon arcs; remove it.")
-        if state not in self._known:
-            found = {state: 0.0}
-            for arc in self._leaving.get(state, ()):
-                if arc.pdf == NOTHING:
-                    for target, log_weight in self.of(arc.target, above | {state}).items():
-                        found[target] = float(np.logaddexp(found.get(target, -math.inf), arc.log_weight + log_weight))
-            self._known[state] = found
-        return self._known[state]

@@ -1,14 +1,11 @@
 """N-gram models of states and of units (phones): denominators of lattice-free MMI.
 
-Tokens of `state_ngram` are classes with their repetitions merged; durations of classes have
-separate geometric distributions. Counts are not smoothed, as in Kaldi's chain-est-phone-lm up to
-its no-prune order. Unseen n-grams have no arc, and the leaky HMM lets paths jump (Povey et al.
-2016, section 2). If a phone has three states, an order of 1 + 3 k covers k phones.
-
-`unit_ngram` is an n-gram of units with HMM states, as in Kaldi's chain. A unit is left by any of
-its states, entered in any of them, and never steps back. These probabilities are relative
-frequencies, pooled over the contexts of a unit. Labels of every n-th frame therefore give a
-topology for outputs at every n-th frame, whose units may omit states.
+Counts are not smoothed, as in Kaldi's chain-est-phone-lm up to its no-prune order. Unseen n-grams
+have no arc, and the leaky HMM lets paths jump (Povey et al. 2016, section 2). Tokens of
+`state_ngram` are classes with their repetitions merged and geometric durations: if a phone has
+three states, an order of 1 + 3 k covers k phones. A unit of `unit_ngram` is left by any of its
+states, entered in any, and never steps back, by frequencies pooled over its contexts. Labels of
+every n-th frame therefore give a topology for outputs at every n-th frame.
 """
 
 from __future__ import annotations
@@ -80,28 +77,21 @@ def _graph(moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]], num_frames: 
     return StateGraph(pdf_S, ends_A[:, 0], ends_A[:, 1], np.array(log_weights), log_initial_S, log_final_S)
 
 
-# Units --------------------------------------------------------------------------------------------
-
-
 Ints = npt.NDArray[np.int64]
 History = tuple[int, ...]
 
-# the unit before the first one of a sequence
-EDGE = 0
+EDGE = 0  # the unit before the first one of a sequence
 _UNIT_END = -1
 
-# (left neighbor or `EDGE`, unit, HMM state) -> class
-ClassOf = Callable[[int, int, int], int]
+ClassOf = Callable[[int, int, int], int]  # (left neighbor or `EDGE`, unit, HMM state) -> class
 
 
 class UnitFrames(NamedTuple):
     """The frames of a sequence: number of the unit's occurrence, the unit, and its HMM state."""
 
     occurrence_T: Ints
-    # from 1
-    unit_T: Ints
-    # from 0
-    state_T: Ints
+    unit_T: Ints  # from 1
+    state_T: Ints  # from 0
 
     def every(self, step: int, first: int) -> UnitFrames:
         """Return every `step`-th frame, from `first`."""
@@ -109,106 +99,69 @@ class UnitFrames(NamedTuple):
 
 
 def unit_ngram(sequences: Iterable[UnitFrames], order: int, class_of: ClassOf) -> StateGraph:
-    """Create the graph of an n-gram model of units.
+    """Create the graph of an n-gram model of units; DataError without frames.
 
-    Its states are pairs of a history of units, the last of which is emitted, and an HMM state. A
-    history has `order` - 1 units, but at least two, because classes depend on the left neighbor.
-    Probabilities of leaving a state, with that of ending, sum to one. Raises DataError without
-    frames.
+    Its states are pairs of a history of `order` - 1 units, at least two (classes depend on the left
+    neighbor), and an HMM state. Probabilities of leaving a state, with ending, sum to one.
     """
-    counts = _Counts(max(2, order - 1))
+    # counts of units after histories, and of HMM states within units
+    length = max(2, order - 1)
+    moves: dict[History, Counter[int]] = defaultdict(Counter)
+    entered: dict[int, Counter[int]] = defaultdict(Counter)
+    # (unit, state) -> following state, or `_UNIT_END` if the unit is left
+    steps: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for one in sequences:
         if len(one.unit_T):
-            counts.add(one)
-    if not counts.moves:
+            history: History = (EDGE,)
+            begins_T = np.diff(one.occurrence_T, prepend=one.occurrence_T[0] - 1) != 0
+            for at_I in np.split(np.arange(len(begins_T)), np.flatnonzero(begins_T)[1:]):
+                unit, states = int(one.unit_T[at_I[0]]), one.state_T[at_I].tolist()
+                moves[history].update([unit])
+                entered[unit].update(states[:1])
+                for before, after in pairwise([*states, _UNIT_END]):
+                    steps[unit, before].update([after])
+                history = (*history, unit)[-length:]
+            moves[history].update([_UNIT_END])
+    if not moves:
         raise DataError("There are no labels for an n-gram model; check the training data.")
-    return _Building(counts, class_of).graph()
+    # (history, HMM state) in the order in which they are reached; the first is the start, which
+    # emits nothing
+    numbers: dict[tuple[History, int], int] = {((EDGE,), _UNIT_END): 0}
+    todo = list(numbers)
+    probabilities: dict[tuple[int, int], float] = defaultdict(float)
+    final: dict[int, float] = {}
 
-
-class _Counts:
-    """Counts of units after histories, and of HMM states within units."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self.moves: dict[History, Counter[int]] = defaultdict(Counter)
-        self.entered: dict[int, Counter[int]] = defaultdict(Counter)
-        # (unit, state) -> following state, or `_UNIT_END` if the unit is left
-        self.steps: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-
-    def after(self, history: History, unit: int) -> History:
-        return (*history, unit)[-self._length:]
-
-    def add(self, one: UnitFrames) -> None:
-        history: History = (EDGE,)
-        begins_T = np.diff(one.occurrence_T, prepend=one.occurrence_T[0] - 1) != 0
-        for at_I in np.split(np.arange(len(begins_T)), np.flatnonzero(begins_T)[1:]):
-            unit, states = int(one.unit_T[at_I[0]]), one.state_T[at_I].tolist()
-            self.moves[history].update([unit])
-            self.entered[unit].update(states[:1])
-            for before, after in pairwise([*states, _UNIT_END]):
-                self.steps[unit, before].update([after])
-            history = self.after(history, unit)
-        self.moves[history].update([_UNIT_END])
-
-
-class _Building:
-    """The states of the graph in the order in which they are reached, and its arcs."""
-
-    def __init__(self, counts: _Counts, class_of: ClassOf) -> None:
-        self._counts = counts
-        self._class_of = class_of
-        # (history, HMM state); the first is the start, which emits nothing
-        self._numbers: dict[tuple[History, int], int] = {((EDGE,), _UNIT_END): 0}
-        self._todo = list(self._numbers)
-        self._probability: dict[tuple[int, int], float] = defaultdict(float)
-        self._final: dict[int, float] = {}
-
-    def graph(self) -> StateGraph:
-        # The list grows during the iteration.
-        for history, state in self._todo:
-            source = self._numbers[history, state]
-            if state == _UNIT_END:
-                self._leave(source, history, 1.0)
-                continue
-            for target, share in _shares(self._counts.steps[history[-1], state]):
-                if target == _UNIT_END:
-                    self._leave(source, history, share)
-                else:
-                    self._add(source, history, target, share)
-        return self._finished()
-
-    def _leave(self, source: int, history: History, probability: float) -> None:
-        for unit, share in _shares(self._counts.moves[history]):
-            if unit == _UNIT_END:
-                self._final[source] = probability * share
-                continue
-            following = self._counts.after(history, unit)
-            for state, entering in _shares(self._counts.entered[unit]):
-                self._add(source, following, state, probability * share * entering)
-
-    def _add(self, source: int, history: History, state: int, probability: float) -> None:
-        key = (history, state)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._todo)
-            self._todo.append(key)
+    def add(source: int, key: tuple[History, int], probability: float) -> None:
+        if key not in numbers:
+            numbers[key] = len(todo)
+            todo.append(key)
         # a unit that follows itself returns to its own states
-        self._probability[source, self._numbers[key]] += probability
-
-    def _finished(self) -> StateGraph:
-        num_states = len(self._todo)
-        log_initial_S, log_final_S = np.full((2, num_states), -math.inf)
-        log_initial_S[0] = 0.0
-        for state, probability in self._final.items():
-            log_final_S[state] = math.log(probability)
-        ends_A = np.array(list(self._probability), np.int64).reshape(-1, 2)
-        # Nothing leads into the start, so its class is arbitrary.
-        pdf_S = [0, *(self._class_of(history[-2], history[-1], state)
-                      for history, state in self._todo[1:])]
-        return StateGraph(np.array(pdf_S, np.int64), ends_A[:, 0], ends_A[:, 1],
-                          np.log(list(self._probability.values())), log_initial_S, log_final_S)
+        probabilities[source, numbers[key]] += probability
+    # The list grows during the iteration.
+    for history, state in todo:
+        source = numbers[history, state]
+        at_start = state == _UNIT_END
+        for target, share in [(_UNIT_END, 1.0)] if at_start else _shares(steps[history[-1], state]):
+            if target != _UNIT_END:
+                add(source, (history, target), share)
+                continue
+            for unit, share_of_unit in _shares(moves[history]):
+                if unit == _UNIT_END:
+                    final[source] = share * share_of_unit
+                    continue
+                for first, entering in _shares(entered[unit]):
+                    add(source, ((*history, unit)[-length:], first), share * share_of_unit * entering)
+    log_initial_S, log_final_S = np.full((2, len(todo)), -math.inf)
+    log_initial_S[0] = 0.0
+    for number, probability in final.items():
+        log_final_S[number] = math.log(probability)
+    ends_A = np.array(list(probabilities), np.int64).reshape(-1, 2)
+    # Nothing leads into the start, so its class is arbitrary.
+    pdf_S = [0, *(class_of(history[-2], history[-1], state) for history, state in todo[1:])]
+    return StateGraph(np.array(pdf_S, np.int64), ends_A[:, 0], ends_A[:, 1],
+                      np.log(list(probabilities.values())), log_initial_S, log_final_S)
 
 
 def _shares(counts: Counter[int]) -> list[tuple[int, float]]:
-    """Relative frequencies, sorted."""
     total = counts.total()
     return [(key, count / total) for key, count in sorted(counts.items())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Real
 from typing import Any, Protocol
 
@@ -26,8 +26,9 @@ from ngsgd.tasks.functions import (
     MetricsFunction,
     ModelFunction,
     WeightFunction,
+    collated,
+    read,
 )
-from ngsgd.tasks.minibatches import collated, read
 from ngsgd.training.task import Batch, ShardGrid
 
 # a longer job makes the loss of a worker expensive; a shorter one makes averaging dominate
@@ -101,24 +102,19 @@ class DatasetTask(FunctionTask):
     _excluded: frozenset[int] = frozenset()
 
     def __init__(self, dataset: MapDataset, model_fn: ModelFunction, loss_fn: LossFunction, *,
-                 valid: MapDataset | float = 0.05,
-                 collate_fn: CollateFunction = default_collate,
-                 metrics_fn: MetricsFunction | None = None,
-                 loss_reduction: LossReduction = "mean",
-                 weight_fn: WeightFunction | None = None,
-                 shard_size: int | None = None, num_eval_examples: int | None = None) -> None:
+                 valid: MapDataset | float = 0.05, collate_fn: CollateFunction = default_collate,
+                 metrics_fn: MetricsFunction | None = None, loss_reduction: LossReduction = "mean",
+                 weight_fn: WeightFunction | None = None, shard_size: int | None = None,
+                 num_eval_examples: int | None = None) -> None:
         super().__init__(model_fn, loss_fn, metrics_fn=metrics_fn, loss_reduction=loss_reduction, weight_fn=weight_fn)
-        self.dataset = dataset
-        self.collate_fn = collate_fn
+        self.dataset, self.valid, self.collate_fn = dataset, valid, collate_fn
         size = _length(dataset, "dataset")
         self._split: Permutation | None = None
         self.num_valid = 0
-        self.valid = valid
         # a number of NumPy is a Real, too
         if isinstance(valid, (int, float, Real)):
             if not 0.0 < float(valid) < 1.0:
-                raise ConfigError(f"valid is {valid}; give a fraction between 0 and 1, or a "
-                                  "dataset.")
+                raise ConfigError(f"valid is {valid}; give a fraction between 0 and 1, or a dataset.")
             self.num_valid = max(1, round(float(valid) * size))
             self._split = Permutation(max(size, 1), _SPLIT_SEED)
         elif not _length(valid, "valid"):
@@ -130,8 +126,7 @@ class DatasetTask(FunctionTask):
         for name, number in (("shard_size", shard_size), ("num_eval_examples", num_eval_examples)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1):
                 raise ConfigError(f"{name} is {number!r}; give an integer of at least 1.")
-        self.shard_size = min(self.num_examples, shard_size or min(
-            _MAX_SHARD, math.ceil(self.num_examples / _MIN_SHARDS)))
+        self.shard_size = min(self.num_examples, shard_size or min(_MAX_SHARD, math.ceil(self.num_examples / _MIN_SHARDS)))
         self.num_eval_examples = num_eval_examples or min(max(self.shard_size // 4, 256), 2000)
 
     def shards(self) -> ShardGrid:
@@ -158,7 +153,6 @@ class DatasetTask(FunctionTask):
         length, count = end - begin, self.num_batches(shard, size)
         division = Permutation(self.num_examples, (seed[0],))
         order = Permutation(length, (*seed, shard.archive))
-
         # computed for several minibatches at a time: one would take as long
         known, known_from = np.empty(0, np.int64), 0
 
@@ -198,20 +192,13 @@ class DatasetTask(FunctionTask):
 
     def _range(self, shard: Shard) -> tuple[int, int]:
         count = self.shards().num_archives
-        return (shard.archive * self.num_examples // count,
-                (shard.archive + 1) * self.num_examples // count)
+        return (shard.archive * self.num_examples // count, (shard.archive + 1) * self.num_examples // count)
 
     def _indices(self, examples: Indices) -> Indices:
-        """Indices in the dataset of training examples."""
         return examples if self._split is None else self._split.of(examples + self.num_valid)
 
     def _train_batch(self, examples: Indices) -> Batch:
         return self._batch(self.dataset, self._indices(examples))
-
-    def _valid_batch(self, examples: Indices) -> Batch:
-        if self._split is not None:
-            return self._batch(self.dataset, self._split.of(examples))
-        return self._batch(self.valid, examples)
 
     def _batch(self, dataset: Any, examples: Indices) -> Batch:
         if type(dataset) is TensorDataset and self.collate_fn is default_collate:
@@ -228,21 +215,23 @@ class DatasetTask(FunctionTask):
 
     @cached_property
     def valid_subset(self) -> list[tuple[Any, int]]:
-        return self._subset(self._valid_batch, self._num_valid, self.num_eval_examples)
+        return self._validation(self.num_eval_examples)
 
     @cached_property
     def check_subset(self) -> list[tuple[Any, int]]:
-        return self._subset(self._valid_batch, self._num_valid, NUM_CHECK_EXAMPLES)
+        return self._validation(NUM_CHECK_EXAMPLES)
 
-    @property
-    def _num_valid(self) -> int:
-        return self.num_valid if self._split is not None else _length(self.valid, "valid")
+    def _validation(self, wanted: int) -> list[tuple[Any, int]]:
+        split, size = self._split, self.num_valid
+        if split is None:
+            fetch, size = partial(self._batch, self.valid), _length(self.valid, "valid")
+            return self._subset(fetch, size, wanted)
+        return self._subset(lambda examples: self._batch(self.dataset, split.of(examples)), size, wanted)
 
     def _subset(self, fetch: Callable[[Indices], Batch], size: int, wanted: int) -> list[tuple[Any, int]]:
         """Return the same random examples in every process, as minibatches."""
         chosen = Permutation(size, _SPLIT_SEED).at(0, min(size, wanted))
-        parts = [chosen[first:first + NUM_CHECK_EXAMPLES]
-                 for first in range(0, len(chosen), NUM_CHECK_EXAMPLES)]
+        parts = [chosen[first:first + NUM_CHECK_EXAMPLES] for first in range(0, len(chosen), NUM_CHECK_EXAMPLES)]
         return [tuple(fetch(part)) for part in parts]
 
 
@@ -257,9 +246,6 @@ def _length(dataset: Any, name: str) -> int:
         why = f"has no length ({first_line(error)})"
     raise ConfigError(f"{name} is of type {type(dataset).__name__}, which {why}; DatasetTask needs a map-style dataset with "
                       "__len__ and __getitem__, and StreamTask reads streams.")
-
-
-# Permutations -------------------------------------------------------------------------------------
 
 
 Indices = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ngsgd.curvature import collect
 from ngsgd.curvature.collection import Collection
-from ngsgd.curvature.second_order.noise import GradientNoise, gradient_noise
+from ngsgd.curvature.quantities import GradientNoise, gradient_noise
 from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError
 from ngsgd.schedules import Shard
@@ -64,10 +64,9 @@ def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_class
 @torch.no_grad()
 def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int = 20_000, *,
                       skip_damaged: bool = False) -> npt.NDArray[np.float64]:
-    """Mean posterior of each class over about `num_frames` training frames (priors in Kaldi).
+    """Mean posterior of each class over about `num_frames` training frames, floored, normalized.
 
-    The result is floored and normalized. With `skip_damaged` damaged archives are skipped; the last
-    error is raised if no archive is left.
+    With `skip_damaged` damaged archives are skipped; if none is left, the last error is raised.
     """
     total_P = torch.zeros(reader.info.num_classes, dtype=torch.float64)
     seen = 0
@@ -125,9 +124,6 @@ def _peaks(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-# Gradient figures ---------------------------------------------------------------------------------
-
-
 def check_layers(model: nn.Module) -> None:
     """Raise ConfigError for a model with layers that do not support per-sample gradients."""
     _collection(model)
@@ -143,16 +139,9 @@ def gradient_figures(model: nn.Module, subset: Minibatch, num_frames: int) -> di
                                  one Monte Carlo sample per frame
 
     S is the trace of the covariance of the gradient of one frame, |g|^2 the squared norm of the
-    true gradient. Estimates of the latter may be negative; figures that are not finite are omitted.
-    The model has no gradients afterwards.
-
-    This takes about as long as two training steps on so many frames. It does not use the default
-    generator of torch.
-
-    Args:
-        model: the model.
-        subset: labeled frames.
-        num_frames: number of frames, at least 2.
+    true gradient, whose estimate may be negative; figures that are not finite are omitted. At least
+    2 labeled frames are needed. It takes as long as two training steps on so many frames, leaves
+    torch's default generator as it is, and removes the gradients of the model.
     """
     part = Minibatch(subset.x_ND[:num_frames], subset.pdf_N[:num_frames],
                      None if subset.weight_N is None else subset.weight_N[:num_frames])

@@ -22,8 +22,8 @@ from ngsgd.tasks.functions import (
     MetricsFunction,
     ModelFunction,
     WeightFunction,
+    collated,
 )
-from ngsgd.tasks.minibatches import collated
 from ngsgd.training.task import Batch, ShardGrid
 
 OpenFunction = Callable[[Any], Iterable[Any]]
@@ -75,10 +75,8 @@ class StreamTask(FunctionTask):
                  loss_fn: LossFunction, *, examples_per_source: int | Sequence[int], valid: Iterable[Any],
                  collate_fn: CollateFunction = default_collate,
                  metrics_fn: MetricsFunction | None = None, loss_reduction: LossReduction = "mean",
-                 weight_fn: WeightFunction | None = None,
-                 shuffle_buffer: int = 1000, num_eval_examples: int = 1000) -> None:
-        super().__init__(model_fn, loss_fn, metrics_fn=metrics_fn, loss_reduction=loss_reduction,
-                         weight_fn=weight_fn)
+                 weight_fn: WeightFunction | None = None, shuffle_buffer: int = 1000, num_eval_examples: int = 1000) -> None:
+        super().__init__(model_fn, loss_fn, metrics_fn=metrics_fn, loss_reduction=loss_reduction, weight_fn=weight_fn)
         self.sources = list(sources)
         if not self.sources:
             raise ConfigError("StreamTask has no sources; give at least one.")
@@ -91,13 +89,9 @@ class StreamTask(FunctionTask):
                               f"{len(self.sources)} sources; give one for each.")
         numbers = [*self.lengths, shuffle_buffer, num_eval_examples]
         if any(isinstance(one, bool) or not isinstance(one, (int, np.integer)) or one < 1 for one in numbers):
-            raise ConfigError("examples_per_source, shuffle_buffer and num_eval_examples must be "
-                              "integers of at least 1.")
-        self.open_fn = open_fn
-        self.valid = valid
-        self.collate_fn = collate_fn
-        self.shuffle_buffer = shuffle_buffer
-        self.num_eval_examples = num_eval_examples
+            raise ConfigError("examples_per_source, shuffle_buffer and num_eval_examples must be integers of at least 1.")
+        self.open_fn, self.valid, self.collate_fn = open_fn, valid, collate_fn
+        self.shuffle_buffer, self.num_eval_examples = shuffle_buffer, num_eval_examples
 
     def shards(self) -> ShardGrid:
         return ShardGrid(len(self.sources))
@@ -122,8 +116,7 @@ class StreamTask(FunctionTask):
 
     @cached_property
     def valid_subset(self) -> list[tuple[Any, int]]:
-        subset = self._minibatches(self.valid)
-        if not subset:
+        if not (subset := self._minibatches(self.valid)):
             raise ConfigError("valid has no example; give at least one.")
         return subset
 
@@ -132,7 +125,6 @@ class StreamTask(FunctionTask):
         return self.valid_subset[:1]
 
     def _shuffled(self, number: int, seed: tuple[int, int, int]) -> Iterator[Any]:
-        """Yield the examples of a source through a shuffle buffer."""
         random = np.random.default_rng([*seed, number])
         stream = self._read(number)
         buffer = list(itertools.islice(stream, self.shuffle_buffer))

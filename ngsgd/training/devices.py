@@ -16,23 +16,16 @@ from ngsgd.training.task import Batch, data_to_device, map_tensors
 Left = TypeVar("Left")
 
 
-def on_device(batches: Iterable[tuple[Batch | None, Left]], device: torch.device
-              ) -> Iterator[tuple[Batch | None, Left]]:
+def on_device(batches: Iterable[tuple[Batch | None, Left]], device: torch.device) -> Iterator[tuple[Batch | None, Left]]:
     """Yield the same minibatches with their tensors on `device`; the second value is unchanged.
 
     On a GPU the host queues each copy and continues. Steps are queued as well, so the copy of a
     minibatch runs while the GPU computes the previous step. The step waits for its copy on the GPU.
     """
-    # a task reads its data into the memory of the CPU
-    if device.type == "cpu":
-        return iter(batches)
-    return _copies(batches, device)
-
-
-def _copies(batches: Iterable[tuple[Batch | None, Left]], device: torch.device) -> Iterator[tuple[Batch | None, Left]]:
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     for batch, left in batches:
-        if batch is None:
+        # a task reads its data into the memory of the CPU
+        if batch is None or device.type == "cpu":
             yield batch, left
         elif stream is None:
             yield batch._replace(data=data_to_device(batch.data, device)), left
@@ -42,23 +35,20 @@ def _copies(batches: Iterable[tuple[Batch | None, Left]], device: torch.device) 
 
 def _copied(data: Any, device: torch.device, stream: torch.cuda.Stream) -> Any:
     """Copy the data; operations queued later on the current stream read the complete copy."""
+    def pinned(tensor: Tensor) -> Tensor:
+        # a copy from other memory blocks the host; torch keeps pinned memory until it was read
+        is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        return tensor.pin_memory() if is_plain and not tensor.is_pinned() else tensor
+
     with torch.cuda.stream(stream):
-        copies = data_to_device(map_tensors(data, _pinned), device)
+        copies = data_to_device(map_tensors(data, pinned), device)
         done = torch.cuda.Event()
         done.record(stream)
     compute = torch.cuda.current_stream(device)
     compute.wait_event(done)
-    # the memory belongs to the copy stream: otherwise a later copy could reuse it while the step
-    # still reads it
+    # it is the copy stream's memory: a later copy could reuse it while the step reads it
     map_tensors(copies, lambda tensor: tensor.record_stream(compute))
     return copies
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    """Return the tensor in pinned memory; a copy from other memory blocks the host."""
-    # torch keeps pinned memory until the copies that read it are done
-    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    return tensor.pin_memory() if is_plain and not tensor.is_pinned() else tensor
 
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -69,14 +59,8 @@ _FIRST_WITH_TF32 = (8, 0)
 def set_precision(precision: Precision, device: torch.device) -> None:
     """Set torch's float32 precision for GEMMs and convolutions of this process on a GPU.
 
-    The default of torch is TF32 for convolutions, and float32 for GEMMs.
-
-    Args:
-        precision: the number format; "bf16" is applied by `autocast`.
-        device: the device of the worker.
-
-    Raises:
-        ConfigError: the precision has no effect on the device.
+    "bf16" is applied by `autocast`. Raises ConfigError if it has no effect on the device. The
+    default of torch is TF32 for convolutions, and float32 for GEMMs.
     """
     if device.type != "cuda":
         if precision == "tf32":
@@ -123,6 +107,10 @@ class Ranks:
     def sum_gradients(self, model: nn.Module, num_examples: int) -> int:
         """Sum every gradient over the ranks in place; return the sum of their examples."""
         return num_examples
+
+    def sum_in_place(self, tensor: Tensor) -> Tensor:
+        """Sum a contiguous tensor of the device over the ranks."""
+        return tensor
 
     def sum_(self, values: Sequence[Tensor]) -> None:
         """Replace 0-d tensors by their sums over the ranks."""

@@ -1,22 +1,12 @@
 """Dispatch of the jobs of an outer iteration: assignment to workers, retries and rejection.
 
-Averaging happens elsewhere. A job whose worker dies or hangs is retried, deferred or dropped,
-according to `failure.policy`. A result that was damaged in transfer is requested again. Data that
-crash every worker are quarantined.
+A job whose worker dies or hangs is retried, deferred or dropped, according to `failure.policy`. A
+result that was damaged in transfer is requested again.
 
-A worker that makes no progress until its deadline counts as hung and is killed. Two cases look
-similar:
-
-    - The coordinator was stopped together with its workers (paused machine, suspended job). That
-      time is not counted. After an absence that is long compared with the deadline, every worker
-      gets a full deadline.
-    - All busy workers, at least two, become silent at about the same time. The cause is shared, so
-      their deadline is multiplied by `_SHARED`.
-
-A worker killed by the coordinator is no evidence against its data, so these data are never
-quarantined. They are retried `failure.max_attempts` times on any free worker. If all these workers
-hang, the shard is dropped from this outer iteration, or the run ends if
-`failure.on_repeated_crash=stop`.
+A worker that makes no progress until its deadline counts as hung and is killed. The time in which
+the coordinator was stopped together with its workers is not counted; after a long absence, every
+worker gets a full deadline. If all busy workers, at least two, become silent at about the same
+time, the cause is shared, and their deadline is multiplied by `_SHARED`.
 """
 
 from __future__ import annotations
@@ -64,19 +54,15 @@ class StopSignal(Protocol):
 
     def requested(self) -> bool:
         """Return True to finish the running outer iteration and stop."""
+        return False
 
     def expired(self) -> bool:
         """Return True to stop now: the time to finish is over."""
+        return False
 
 
-class NeverStop:
+class NeverStop(StopSignal):
     """A signal that never stops, for runs that are part of a larger program."""
-
-    def requested(self) -> bool:
-        return False
-
-    def expired(self) -> bool:
-        return False
 
 
 @dataclass
@@ -91,12 +77,15 @@ class OuterIterationState:
     round_s: float
     # number of the plan
     number: int
+    # jobs whose inputs are not available yet
+    to_come: set[int] = field(default_factory=set)
+    unsettled: set[int] = field(default_factory=set)
+    # archives that were found damaged so far
+    damaged: set[int] = field(default_factory=set)
     # seconds on the dispatcher's clock; set when the first job runs
     ends_at: float = math.inf
     # jobs were asked to end with partial results
     is_stopped: bool = False
-    # jobs whose inputs are not available yet
-    to_come: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
     waiting: deque[Job] = field(default_factory=deque)
     results: dict[int, JobResult] = field(default_factory=dict)
@@ -104,18 +93,11 @@ class OuterIterationState:
     arrived_s: dict[int, float] = field(default_factory=dict)
     # job -> reason why its result is rejected
     rejection_reasons: dict[int, str] = field(default_factory=dict)
-    unsettled: set[int] = field(default_factory=set)
     # jobs whose data are in quarantine; `skipped`: were before the job could run
     without_data: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
-    # archives that were found damaged so far
-    damaged: set[int] = field(default_factory=set)
     deferred: list[WorkItem] = field(default_factory=list)
     quarantined: list[WorkItem] = field(default_factory=list)
-
-    def in_order(self) -> list[JobResult]:
-        """The results in the order of the jobs, so that sums do not depend on arrival order."""
-        return [self.results[job] for job in sorted(self.results)]
 
 
 class Dispatcher:
@@ -125,42 +107,31 @@ class Dispatcher:
                  settings: EngineSettings, stop: StopSignal,
                  emit_incident: Callable[[Incident], None], clock: Callable[[], float],
                  report: Callable[[str], object] = lambda _line: None) -> None:
-        self.pool = pool
-        self.ledger = ledger
-        self.layout = layout
-        self.failure = settings.failure
-        self.cluster = settings.cluster
-        self.stop = stop
-        self.emit_incident = emit_incident
-        self.clock = clock
+        self.pool, self.ledger, self.layout = pool, ledger, layout
+        self.failure, self.cluster = settings.failure, settings.cluster
+        self.stop, self.clock, self.emit_incident = stop, clock, emit_incident
         self.on_corrupt = settings.on_corrupt
         self._damaged: set[int] = set()                   # archives
-        self.num_deaths = 0
+        self.num_deaths = self.num_discarded = self._num_plans = 0
         self._wait = WorkerWait(self.cluster.wait_for_workers_s, report)
-        self.num_discarded = 0
-        self._num_plans = 0
         # work items that were deferred -> failed attempts
         self._failures: dict[WorkItem, int] = {}
         # attempts that ended because the coordinator killed the worker
         self._hangs: dict[WorkItem, int] = {}
         # if hang_timeout_s is only a few polls, a shorter gap counts as an absence
-        self._awake = AwakeClock(clock,
-                                 min(_ABSENT_S, max(2 * _POLL_S, self.failure.hang_timeout_s / 2)))
+        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, self.failure.hang_timeout_s / 2)))
         # worker -> (last progress, time since which it is unchanged)
         self._seen: dict[int, tuple[object, float]] = {}
         self._minibatch_s: deque[float] = deque(maxlen=64)
         self.refcount = VectorRefcount(pool)
         self.audits = Audits(pool, ledger, layout, self.failure.audit_every, emit_incident, self.refcount, self._release, clock)
 
-    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...],
-             round_s: float) -> OuterIterationState:
+    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...], round_s: float) -> OuterIterationState:
         """Start an outer iteration; its jobs are added later."""
         self.ledger.planned(plan)
-        shards = frozenset(piece.shard for piece in quarantined)
-        jobs = range(plan.num_jobs)
         self._num_plans += 1
-        return OuterIterationState(plan, model, shards, round_s, self._num_plans, to_come=set(jobs),
-                                   unsettled=set(jobs), damaged=self._damaged)
+        return OuterIterationState(plan, model, frozenset(piece.shard for piece in quarantined), round_s, self._num_plans,
+                                   set(range(plan.num_jobs)), set(range(plan.num_jobs)), self._damaged)
 
     def enqueue(self, state: OuterIterationState, job: Job) -> None:
         """Accept a job that can run; jobs on a quarantined shard are rejected immediately."""
@@ -175,12 +146,8 @@ class Dispatcher:
         else:
             state.waiting.append(job)
 
-    def finish(self, state: OuterIterationState, ahead: OuterIterationState | None,
-               make_jobs: Callable[[], None]) -> None:
-        """Process outcomes until every job of `state` is settled.
-
-        `make_jobs` adds the jobs of `ahead` that can run.
-        """
+    def finish(self, state: OuterIterationState, ahead: OuterIterationState | None, make_jobs: Callable[[], None]) -> None:
+        """Process outcomes until `state` is settled; `make_jobs` adds the jobs of `ahead`."""
         states = [state, ahead] if ahead else [state]
         self._begin_to_watch()
         while state.unsettled or self.audits.are_running(state.plan.outer_iter):
@@ -194,9 +161,7 @@ class Dispatcher:
             self._feed(ahead)
 
     def take_back(self, state: OuterIterationState, failures: Sequence[JobFailure]) -> None:
-        """Undo results that can no longer be read; `finish` handles their jobs like other
-        failures.
-        """
+        """Undo results that can no longer be read; `finish` handles their jobs as failed."""
         for failure in failures:
             result = state.results.pop(failure.job.job)
             state.rejection_reasons.pop(failure.job.job, None)
@@ -216,7 +181,6 @@ class Dispatcher:
             state.waiting.clear()
 
     def _serve(self, states: list[OuterIterationState]) -> None:
-        """Wait for one event and process it."""
         if self.stop.expired():
             self.pool.abandon()
             raise RunInterrupted(f"outer iteration {states[0].plan.outer_iter + 1} was abandoned")
@@ -232,7 +196,11 @@ class Dispatcher:
         self._watch()
         for one in self.pool.retired():
             self.emit_incident(Incident(one.what, one.message, states[0].plan.outer_iter, worker=one.worker, kind=one.kind))
-        self._require_workers()
+        alive, cluster = self.pool.num_workers_alive(), self.cluster
+        if self._wait.is_over(self._awake.now, alive, 1, cluster.num_workers, self.pool.has_busy_start):
+            raise ClusterError(f"only {alive} of {cluster.num_workers} workers are alive, and no others joined within "
+                               f"cluster.wait_for_workers_s = {cluster.wait_for_workers_s:g}; check that the cluster still "
+                               "has their CPUs or GPUs, then resume.")
         outcome = self.pool.wait(_POLL_S)
         if outcome is not None:
             self._settle(outcome, states)
@@ -241,14 +209,6 @@ class Dispatcher:
         """Reset the deadlines after other work of any duration, during which jobs may have run."""
         self._awake.catch_up()
         self._seen = {}
-
-    def _require_workers(self) -> None:
-        """Raise if too few workers are alive for longer than cluster.wait_for_workers_s."""
-        alive, cluster = self.pool.num_workers_alive(), self.cluster
-        if self._wait.is_over(self._awake.now, alive, cluster.min_workers, cluster.num_workers, self.pool.has_busy_start):
-            raise ClusterError(f"only {alive} of {cluster.num_workers} workers are alive, and no others joined within "
-                               f"cluster.wait_for_workers_s = {cluster.wait_for_workers_s:g}; check that the cluster still "
-                               "has their CPUs or GPUs, or lower cluster.min_workers and resume.")
 
     def hang_timeout_s(self) -> float:
         """Seconds without a minibatch after which a worker hangs, from measured step times."""
@@ -278,8 +238,7 @@ class Dispatcher:
         for worker, progress in self.pool.progress().items():
             before, since = self._seen.get(worker, (None, now))
             seen[worker] = (progress, since if progress == before else now)
-        # a single hung worker leaves the others working; if all are silent, they wait for a shared
-        # resource
+        # the others work while a single worker hangs; if all are silent, they wait for a resource
         if len(seen) > 1 and all(now - since > deadline_s / 2 for _, since in seen.values()):
             deadline_s *= _SHARED
         for worker, (last, since) in seen.items():
@@ -307,31 +266,27 @@ class Dispatcher:
             self._take(state, outcome)
 
     def _take(self, state: OuterIterationState, result: JobResult) -> None:
-        job = result.job
         damage = is_damaged(result, self.layout)
         if damage:
             self.ledger.discarded(result, damage)
-            self._release(result)
-            self._after_failure(state, JobFailure(job, result.worker,
-                                                  f"its result arrived damaged: {damage}", False,
-                                                  kind=FailureKind.DAMAGED_RESULT))
+            self._fail(state, result, f"its result arrived damaged: {damage}", FailureKind.DAMAGED_RESULT)
             return
         left = sum((piece.stop or 0) - piece.first for piece in result.remainder)
-        is_worth_keeping = (self.failure.policy != "retry"
-                            and result.num_minibatches >= _WORTH_KEEPING
+        is_worth_keeping = (self.failure.policy != "retry" and result.num_minibatches >= _WORTH_KEEPING
                             * (result.num_minibatches + left))
         if result.remainder and not state.is_stopped and not is_worth_keeping:
-            self._release(result)
-            self._after_failure(state,
-                                JobFailure(job, result.worker,
-                                           "was asked to end before its job was done", False,
-                                           kind=FailureKind.ASKED_TO_END))
+            self._fail(state, result, "was asked to end before its job was done", FailureKind.ASKED_TO_END)
             return
         if state.is_stopped or self.failure.policy == "defer":
             state.deferred += result.remainder
         self._minibatch_s.append(result.seconds / max(result.num_minibatches, 1))
         if not self.audits.hold(result):
             self._keep(state, result)
+
+    def _fail(self, state: OuterIterationState, result: JobResult, reason: str, kind: FailureKind) -> None:
+        """Treat the job of a result that is not kept as failed."""
+        self._release(result)
+        self._after_failure(state, JobFailure(result.job, result.worker, reason, False, kind=kind))
 
     def _keep(self, state: OuterIterationState, result: JobResult) -> None:
         job = result.job.job
@@ -359,9 +314,7 @@ class Dispatcher:
                 self._run_again(last, result)
 
     def _run_again(self, state: OuterIterationState, result: JobResult) -> None:
-        """Discard the result of a worker at fault."""
-        self.ledger.failed(JobFailure(result.job, result.worker, f"its worker {QUARANTINED}", False,
-                                      kind=FailureKind.QUARANTINED))
+        self.ledger.failed(JobFailure(result.job, result.worker, f"its worker {QUARANTINED}", False, kind=FailureKind.QUARANTINED))
         self._release(result)
         state.deferred = [piece for piece in state.deferred if piece not in result.remainder]
         self._retry_elsewhere(state, result.job)
@@ -375,17 +328,25 @@ class Dispatcher:
     def _after_failure(self, state: OuterIterationState, failure: JobFailure) -> None:
         job = failure.job
         self.ledger.failed(failure)
-        if isinstance(failure.error, DamagedArchiveError) and self.on_corrupt == "quarantine":
-            self._after_damage(state, failure, failure.error)
+        error = failure.error
+        if isinstance(error, DamagedArchiveError) and self.on_corrupt == "quarantine":
+            if error.archive not in self._damaged:
+                self._damaged.add(error.archive)
+                self.emit_incident(Incident("archive_quarantined", f"archive {error.archive} is damaged and is skipped for "
+                                            f"the rest of this run, because egs.on_corrupt is quarantine: {error}",
+                                            job.outer_iter, job.job, failure.worker))
+            self._quarantine_damaged(state, job)
             return
         # invalid data stay invalid however often they are read
-        if isinstance(failure.error, NgsgdError):
-            raise failure.error
+        if isinstance(error, NgsgdError):
+            raise error
         self.num_deaths += failure.worker_died
         if failure.kind is FailureKind.QUARANTINED:
             self._retry_elsewhere(state, job)
             return
         piece = job.pieces[0]
+        # a machine that was needed elsewhere, however often, is no evidence against the data
+        self.audits.redone[piece] += failure.kind is FailureKind.ASKED_TO_END
         num_failed = job.attempt + self._failures.get(piece, 0) - self.audits.redone[piece]
         hangs = self._hangs[piece] = self._hangs.get(piece, 0) + failure.from_outside
         decision = decide(failure, num_failed - hangs, hangs, self.failure)
@@ -404,16 +365,6 @@ class Dispatcher:
                 state.quarantined += job.pieces
             self._give_up(state, job, decision.what, failure.reason)
         self.emit_incident(Incident(decision.incident, message, job.outer_iter, job.job, failure.worker, kind=failure.kind))
-
-    def _after_damage(self, state: OuterIterationState, failure: JobFailure,
-                      error: DamagedArchiveError) -> None:
-        if error.archive not in self._damaged:
-            self._damaged.add(error.archive)
-            self.emit_incident(Incident("archive_quarantined",
-                                        f"archive {error.archive} is damaged and is skipped for the rest of "
-                                        f"this run, because egs.on_corrupt is quarantine: {error}",
-                                        failure.job.outer_iter, failure.job.job, failure.worker))
-        self._quarantine_damaged(state, failure.job)
 
     def _quarantine_damaged(self, state: OuterIterationState, job: Job) -> None:
         # the other work items of the job are sound; they are skipped this once

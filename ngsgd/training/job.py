@@ -40,8 +40,7 @@ class WorkItem:
     """A range of minibatches of one pass over an archive, in the order of its first plan."""
 
     shard: Shard
-    # outer iteration that first planned the pass: with the seed and `job` it determines the order
-    # of the examples
+    # outer iteration that first planned the pass: it determines the examples' order
     outer_iter: int
     job: int
     first: int = 0      # first minibatch
@@ -90,8 +89,7 @@ class Job:
     pieces: tuple[WorkItem, ...]
     start: JobInit
     lr: float          # per frame
-    # lr over the effective learning rate; terms that averaging does not dilute, such as l2, are
-    # divided by it
+    # lr over the effective lr; terms that averaging does not dilute, such as l2, are divided by it
     lr_factor: float
     # fraction of the data processed before this outer iteration, 0 to 1
     progress: float = 0.0
@@ -102,8 +100,6 @@ class Job:
     keep_fisher: bool = False
     # whether the next start of this job needs the complete result
     keep_own: bool = False
-    # factors on the learning rates of layers (optimizer.equalize_layers)
-    layer_rates: Mapping[str, float] = field(default_factory=dict)
     # names of examples to omit (failure.on_bad_batch=quarantine)
     excluded: tuple[str, ...] = ()
     # work items that the worker probably processes next; a hint without effect on results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -14,25 +14,18 @@ from ngsgd.ops.compression import Codec
 from ngsgd.training.dispatcher import OuterIterationState
 from ngsgd.training.job import Fisher, JobInit, VectorRef
 from ngsgd.training.planning import Plan
-from ngsgd.training.storage.job_states import JobStates
+from ngsgd.training.storage.checkpoint import JobStates
 from ngsgd.training.worker_pool import VectorRefcount
 
-
-@dataclass(frozen=True)
-class _Left:
-    """Result of a job that the next job of its slot starts from."""
-
-    outer_iter: int
-    own: VectorRef
+# weight of a job's own fragment when it receives an average that is one outer iteration old
+# (Streaming DiLoCo, arXiv 2501.18512)
+_MIXING = 0.5
 
 
 class JobInitializer:
-    """Computes the initial state of jobs.
+    """Computes the initial state of jobs, which is the broadcast model by default.
 
-    Jobs start from the broadcast model. Overlap and streaming also need the previous result of the
-    job slot.
-
-    Overlap adds the last parameter delta of the slot to a model that does not contain it yet.
+    Overlap adds the last parameter delta of the job slot to a model that does not contain it yet.
     Streaming continues from the last parameters of the slot. Compression adds the last encoding
     error of the slot to its next delta.
     """
@@ -40,22 +33,19 @@ class JobInitializer:
     def __init__(self, config: OuterConfig, refcount: VectorRefcount, *, codec: Codec | None = None,
                  mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None) -> None:
         self.config = config
-        # combines the estimates of all jobs to one for every job; None: each slot keeps its
-        # estimates
+        # combines the estimates of all jobs to one for every job; None: each slot keeps its own
         self.mean_fisher = mean_fisher
         # job -> Fisher estimates that its last run ended with
         self.fisher: dict[int, Fisher] = {}
         self.need_own = config.jobs_keep_state or codec is not None
         self.codec = codec
-        self.delay = config.fragment_delay if config.kind == "streaming" else int(config.overlap)
-        self.returns: Literal["parameters", "move"] = "move" if config.overlap else "parameters"
+        # whether jobs may start before the outer iteration of their predecessors is averaged
+        self.are_ahead = config.overlap
+        is_streaming = config.kind == "streaming"
+        self.returns: Literal["parameters", "move"] = "move" if config.overlap and not is_streaming else "parameters"
         self._refcount = refcount
-        self._own: dict[int, _Left] = {}  # by job
-
-    @property
-    def are_ahead(self) -> bool:
-        """Whether jobs may start before the outer iteration of their predecessors is averaged."""
-        return self.delay > 0
+        # job -> (outer iteration, result that the next job of the slot starts from)
+        self._own: dict[int, tuple[int, VectorRef]] = {}
 
     def fragment(self, outer_iter: int) -> tuple[int, int]:
         """(index, count) of the fragment that is averaged in an outer iteration."""
@@ -67,64 +57,54 @@ class JobInitializer:
         fisher = self.fisher.get(job)
         if self.mean_fisher is not None and self.fisher:
             fisher = self.mean_fisher([left for _, left in sorted(self.fisher.items())])
-        return replace(self._of(plan, job, model), fisher=fisher, codec=self.codec)
-
-    def _of(self, plan: Plan, job: int, model: VectorRef) -> JobInit:
-        left = self._own.get(job)
-        if left is None or left.outer_iter != plan.outer_iter - 1:
-            return JobInit(model)
-        if self.config.overlap or self.codec is not None:
-            return JobInit(model, left.own, own_is_move=self.config.overlap)
-        averaged = plan.outer_iter - 1 - self.delay
-        return JobInit(model, left.own, mix=self.config.fragment_mixing, take=self.fragment(averaged) if averaged >= 0 else None)
+        start = JobInit(model, fisher=fisher, codec=self.codec)
+        outer_iter, own = self._own.get(job, (-2, None))
+        if outer_iter != plan.outer_iter - 1:
+            return start
+        if self.returns == "move" or self.codec is not None:
+            return replace(start, own=own, own_is_move=self.returns == "move")
+        averaged = outer_iter - self.config.overlap
+        return replace(start, own=own, mix=_MIXING if self.config.overlap else 0.0,
+                       take=self.fragment(averaged) if averaged >= 0 else None)
 
     def remember(self, job: int, state: OuterIterationState) -> None:
         """Keep the result of a job of `state`; it replaces the result of its predecessor."""
-        old = self._own.get(job)
-        if old and old.outer_iter == state.plan.outer_iter:
+        outer_iter, old = self._own.get(job, (-2, None))
+        if outer_iter == state.plan.outer_iter:
             # the next job of the slot has started from it
             return
-        result = state.results.get(job)
-        if result is not None and result.fisher is not None and job not in state.rejection_reasons:
+        result = None if job in state.rejection_reasons else state.results.get(job)
+        if result is not None and result.fisher is not None:
             self.fisher[job] = result.fisher
         else:
             self.fisher.pop(job, None)
         if not self.need_own:
             return
         self._own.pop(job, None)
-        if result is not None and result.own is not None and job not in state.rejection_reasons:
-            self._own[job] = left = _Left(state.plan.outer_iter, result.own)
-            self._refcount.acquire(left.own)
-        self._drop(old)
+        if result is not None and result.own is not None:
+            self._own[job] = state.plan.outer_iter, result.own
+            self._refcount.acquire(result.own)
+        self._refcount.release(old)
 
     def states(self, outer_iter: int, ahead: OuterIterationState | None) -> JobStates | None:
-        """Return the state for a checkpoint of an outer iteration; None if jobs keep none.
-
-        Args:
-            outer_iter: the outer iteration, whose results the next jobs start from.
-            ahead: the next outer iteration if its jobs have started already.
-        """
+        """State for a checkpoint; None if jobs keep none. `ahead` has started already, if given."""
         if not self.need_own:
             return None
-        own = {job: left.own.read() for job, left in sorted(self._own.items()) if left.outer_iter == outer_iter}
+        own = {job: ref.read() for job, (there, ref) in sorted(self._own.items()) if there == outer_iter}
         if ahead is None:
             return JobStates(own)
-        return JobStates(own, ahead.model.read(), ahead.plan.layer_rates, ahead.plan.excluded)
+        return JobStates(own, ahead.model.read(), ahead.plan.excluded)
 
     def restore(self, outer_iter: int, states: JobStates) -> None:
         """Continue from the state of a checkpoint of an outer iteration."""
         for job, vector in states.own.items():
             ref = self._refcount.pool.publish(partial(np.copyto, src=vector))
             self._refcount.acquire(ref)
-            self._own[job] = _Left(outer_iter, ref)
+            self._own[job] = outer_iter, ref
 
     def forget(self) -> None:
         """Drop the state of all jobs, so that they start from the model again."""
-        for left in self._own.values():
-            self._drop(left)
+        for _, ref in self._own.values():
+            self._refcount.release(ref)
         self._own.clear()
         self.fisher.clear()
-
-    def _drop(self, left: _Left | None) -> None:
-        if left:
-            self._refcount.release(left.own)

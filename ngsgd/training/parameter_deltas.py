@@ -1,8 +1,7 @@
 """Norms of the parameter delta of a job per entry, and the largest norms that clipping allows.
 
-The worker measures them together with the digest, from the vector that it sends. A result can then
-be checked by a few numbers wherever its vector is stored
-(`ngsgd.training.validation.plausibility`).
+The worker measures them from the vector that it sends, so that a result can be checked wherever its
+vector is stored (`ngsgd.training.validation.plausibility`).
 
 Letters: E entries of the layout that the result holds.
 """
@@ -40,13 +39,11 @@ class ChangeLimits(NamedTuple):
     entries: Mapping[str, float]
     # limit of all entries in `entries` together
     model: float
-    # fraction of the initial parameters that the job may remove before its first minibatch
-    shrinkage: float
     # fraction of the parameters by which float32 rounding may increase a delta
     rounding: float
 
 
-NO_LIMITS = ChangeLimits({}, math.inf, 0.0, 0.0)
+NO_LIMITS = ChangeLimits({}, math.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -63,17 +60,14 @@ class Deltas:
     limit: float
 
 
-def change_limits(
-    model: nn.Module, optimizer: Optimizer, settings: OptimizerConfig, num_minibatches: int, lr: float
-) -> ChangeLimits:
+def change_limits(model: nn.Module, optimizer: Optimizer, settings: OptimizerConfig, num_minibatches: int) -> ChangeLimits:
     """Bound the delta of a job of `num_minibatches` minibatches by update-norm clipping.
 
     Each step changes a component by at most max_change and the complete model by at most
     max_param_change, in L2 norm. Momentum and weight decay are part of the change that is clipped
     (`ngsgd.ops.max_change`). By the triangle inequality a job of M minibatches changes a component
     by at most M max_change, and any set of components by at most M max_param_change. Backstitch
-    makes two steps per minibatch, which scale the limits by alpha and 1 + alpha: 1 + 2 alpha in
-    total. `proportional_shrink` first removes a fraction of the initial parameters.
+    makes two steps per minibatch; the limits grow by alpha and 1 + alpha: 1 + 2 alpha in total.
 
     Entries without a bound:
 
@@ -84,26 +78,15 @@ def change_limits(
     """
     steps = num_minibatches * (1.0 + 2.0 * settings.backstitch_scale) * (1.0 + _NORM_ERROR)
     of_model = optimizer.max_param_change or math.inf
-    bounds = {id(p): steps * min(group["max_change"] or math.inf, of_model)
-              for group in optimizer.param_groups for p in group["params"]
-              if not (group["orthonormal_constraint"] and p.ndim > 1)}
+    bounds = {id(p): steps * min(group["max_change"] or math.inf, of_model) for group in optimizer.param_groups
+              for p in group["params"] if not (group["orthonormal_constraint"] and p.ndim > 1)}
     entries = {name: bounds[id(p)] for name, p in model.named_parameters() if id(p) in bounds}
     return ChangeLimits({name: bound for name, bound in entries.items() if bound < math.inf}, steps * of_model,
-                        settings.proportional_shrink * lr, num_minibatches * _ROUNDING)
+                        num_minibatches * _ROUNDING)
 
 
-def measure(sent: Vector, is_delta: bool, start: PartOfStart, layout: FlatLayout, pieces: Pieces,
-            limits: ChangeLimits) -> Deltas:
-    """Compute the norms of a result that holds `pieces` of the model.
-
-    Args:
-        sent: the vector of the result.
-        is_delta: True if the result holds end - start; False if it holds the final parameters.
-        start: returns a part of the initial parameters of the job.
-        layout: names and offsets of the entries.
-        pieces: parts of the layout that the result holds.
-        limits: see `change_limits`.
-    """
+def measure(sent: Vector, is_delta: bool, start: PartOfStart, layout: FlatLayout, pieces: Pieces, limits: ChangeLimits) -> Deltas:
+    """Compute the norms of a result: end - start of `pieces` if `is_delta`, else the end."""
     names = [layout.name_at(target.start) for target, _ in pieces]
     sums = np.array([_sums(sent[source], is_delta, start, target) for target, source in pieces]).reshape(-1, 3)
     with np.errstate(invalid="ignore"):
@@ -111,7 +94,7 @@ def measure(sent: Vector, is_delta: bool, start: PartOfStart, layout: FlatLayout
         along_E = sums[:, 1] / np.maximum(starts_E, 1e-30)
     bounds_E = np.array([limits.entries.get(name, math.inf) for name in names])
     has_limit_E = np.isfinite(bounds_E)
-    slack_E = limits.shrinkage * starts_E + limits.rounding * (starts_E + np.where(has_limit_E, bounds_E, 0.0))
+    slack_E = limits.rounding * (starts_E + np.where(has_limit_E, bounds_E, 0.0))
     total = limits.model + float(np.sqrt(np.sum(slack_E[has_limit_E] ** 2)))
     return Deltas(norms_E, along_E, starts_E, bounds_E + slack_E, total)
 
@@ -119,8 +102,7 @@ def measure(sent: Vector, is_delta: bool, start: PartOfStart, layout: FlatLayout
 def _sums(sent: Vector, is_delta: bool, start: PartOfStart, target: slice) -> tuple[float, float, float]:
     """(|delta|^2, <delta, start>, |start|^2) of one entry, without a second vector in memory."""
     sums = [0.0, 0.0, 0.0]
-    # damaged values may be as large as 1e38; their squares overflow float32, and Inf is intended
-    # then
+    # damaged values may be as large as 1e38; their squares overflow to Inf, as intended
     with np.errstate(over="ignore", invalid="ignore"):
         for first in range(0, len(sent), _CHUNK):
             part = sent[first : first + _CHUNK]
@@ -141,19 +123,11 @@ def error_of(encoded: Vector, codec: Codec) -> Vector:
 
 
 def compress(move: Vector, before: Vector | None, codec: Codec, layout: FlatLayout, out: Vector) -> tuple[Encoded, Exact]:
-    """Replace a delta by what its receiver decodes.
+    """Replace a finite delta by what its receiver decodes; return its code and exact elements.
 
     Statistics of normalization layers are sent exactly: a variance with an error may be negative.
-
-    Args:
-        move: finite delta, which is overwritten.
-        before: the vector that the previous job of the slot encoded, if any.
-        codec: the codec.
-        layout: of the vectors.
-        out: receives the vector that is encoded: the delta and the error of `before`.
-
-    Returns:
-        The code, and the elements that are sent exactly.
+    `out` receives the vector that is encoded: the delta, and the error of `before`, which the
+    previous job of the slot encoded.
     """
     np.copyto(out, move)
     if before is not None:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 Vector = npt.NDArray[np.float32]
-# mean of such vectors: rounded to float32 only at the end of the outer step
-Mean = npt.NDArray[np.float64]
 # (slice of the model, slice of a shorter vector that holds it)
 Pieces = tuple[tuple[slice, slice], ...]
 
@@ -85,7 +83,7 @@ class FlatLayout:
 
     def relative_change(self, before: Vector, after: Vector) -> dict[str, float]:
         """Norm of the change over the norm before, per entry."""
-        parts = {name: slice(first, stop) for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False)}
+        parts = {name: self.part(name) for name in self.names}
         return {name: float(np.linalg.norm(after[part] - before[part])) / max(float(np.linalg.norm(before[part])), 1e-10)
                 for name, part in parts.items()}
 
@@ -95,13 +93,11 @@ class FlatLayout:
 
     def mean_and_variance(self) -> tuple[tuple[slice, slice], ...]:
         """(running_mean, running_var) of each normalization layer."""
-        owners = [name.rpartition(".")[0] for name in self.names if name.endswith("running_var")]
-        return tuple((self.part(_join(owner, "running_mean")), self.part(_join(owner, "running_var"))) for owner in owners)
+        variances = [name for name in self.names if name.endswith("running_var")]
+        return tuple((self.part(f"{name.removesuffix('running_var')}running_mean"), self.part(name)) for name in variances)
 
     def fragment(self, index: int, count: int) -> Pieces:
-        """Every `count`-th layer from layer `index`; a layer is the direct entries of one
-        module.
-        """
+        """Every `count`-th layer from `index`; a layer is the direct entries of one module."""
         layers = list(dict.fromkeys(name.rpartition(".")[0] for name in self.names))
         chosen = set(layers[index::count])
         pieces, filled = [], 0
@@ -110,7 +106,3 @@ class FlatLayout:
                 pieces.append((slice(first, stop), slice(filled, filled + stop - first)))
                 filled += stop - first
         return tuple(pieces)
-
-
-def _join(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner else name

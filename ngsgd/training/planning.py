@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ngsgd.config import ScheduleConfig
@@ -31,8 +31,6 @@ class Progress:
     quarantined: tuple[WorkItem, ...] = ()
     # below 1 after roll-backs
     lr_scale: float = 1.0
-    # factors on the learning rates of layers (optimizer.equalize_layers)
-    layer_rates: Mapping[str, float] = field(default_factory=dict)
     # names of examples in quarantine (failure.on_bad_batch)
     bad_examples: tuple[str, ...] = ()
 
@@ -49,8 +47,6 @@ class Plan:
     taken_up: tuple[WorkItem, ...] = ()
     # keep only the best job (early outer iterations in Kaldi)
     keeps_best: bool = False
-    # factors on the learning rates of layers
-    layer_rates: Mapping[str, float] = field(default_factory=dict)
     # names of examples that the jobs omit
     excluded: tuple[str, ...] = ()
 
@@ -69,10 +65,8 @@ def passes_by_outer_iter(schedule: Schedule) -> list[int]:
 
 
 def upcoming(schedule: Schedule, plan: Plan, job: int, num_workers: int, own: slice | None = None) -> tuple[WorkItem, ...]:
-    """Return the work items that the worker of a job probably processes next.
-
-    That is a later job of this outer iteration if there are more jobs than workers, else the job of
-    the same number in the next one. `own` selects the jobs of one site, as in `next_plan`.
+    """Return the work items that the worker of a job probably processes next: a later job, or the
+    job of the same number in the next outer iteration. `own` selects the jobs of one site.
     """
     later = job + max(1, num_workers)
     if later < plan.num_jobs:
@@ -109,8 +103,7 @@ def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitio
     lr = schedule.last_lr if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
     shards = tuple(pieces[0].shard for pieces in work)
     return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work[own] if own else work, num_fresh,
-                progress.pending,
-                layer_rates=progress.layer_rates, excluded=progress.bad_examples)
+                progress.pending, excluded=progress.bad_examples)
 
 
 Work = tuple[tuple[WorkItem, ...], ...]
@@ -119,9 +112,7 @@ _AMPLE = 1.3
 
 
 class EqualPartitioner:
-    """Assigns one complete shard to each job, as in Kaldi; deferred work items are separate
-    jobs.
-    """
+    """Assigns one complete shard to each job, as in Kaldi; deferred work items are extra jobs."""
 
     # no time limit
     round_s = math.inf
@@ -201,10 +192,7 @@ def make_partitioner(config: ScheduleConfig, count: Callable[[Shard, int], int])
 
 
 def cut(pieces: Sequence[WorkItem], targets: Sequence[int], size: Callable[[WorkItem], int]) -> Work:
-    """Split work items in order over jobs of `targets` minibatches; the last job gets the rest.
-
-    Every minibatch is assigned exactly once. Jobs without work are omitted.
-    """
+    """Split work items in order over jobs of `targets` minibatches; the last job gets the rest."""
     queue = deque(pieces)
     work: list[list[WorkItem]] = []
     for target in targets:

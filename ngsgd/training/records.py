@@ -56,10 +56,6 @@ class JobRecord:
     # minibatches of earlier attempts that this one continued; 0: it started at the beginning
     continued_at: int = 0
 
-    @property
-    def frames_per_second(self) -> float:
-        return self.num_frames / max(self.seconds, 1e-9)
-
 
 @dataclass(frozen=True)
 class SubsetScore:
@@ -124,11 +120,7 @@ class OuterIterationRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OuterIterationRecord:
-        """Build a record from the values of `asdict`; other entries of a log line are ignored.
-
-        Raises:
-            KeyError, TypeError, ValueError: an entry is missing or has another type.
-        """
+        """Build a record from values of `asdict`; KeyError, TypeError, ValueError for others."""
         jobs = tuple(_from_json(JobRecord, job) for job in values["jobs"])
         subsets = {name: _from_json(SubsetScore, values[name]) for name in ("train", "valid")}
         return _from_json(cls, {**values, **subsets, "jobs": jobs})
@@ -192,12 +184,9 @@ class FinalReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FinalReport:
-        """Build a report from the values of `asdict`; raises like
-        `OuterIterationRecord.from_json`.
-        """
+        """Build a report from the values of `asdict`; raises as for an outer iteration."""
         subsets = {name: _from_json(SubsetScore, values[name]) for name in ("train", "valid")}
-        errors = {name: values[name] and WordErrors.of_json(values[name])
-                  for name in ("test_errors", "valid_errors")}
+        errors = {name: values[name] and WordErrors.of_json(values[name]) for name in ("test_errors", "valid_errors")}
         return _from_json(cls, {**values, **subsets, **errors})
 
 
@@ -245,18 +234,21 @@ def _from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
 
 
 class Tracker(Protocol):
-    """Receives records; must return without delay and must not raise.
+    """Receives the records of a run as they are made; docs/trackers.md has an example.
 
-    A subclass implements the methods that it needs.
+    The methods are called in this order, by the thread that trains; a subclass needs only some.
     """
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
+        """Receive a committed outer iteration."""
         return
 
     def incident(self, incident: Incident) -> None:
+        """Receive an unplanned event, such as the death of a worker."""
         return
 
     def finished(self, report: FinalReport) -> None:
+        """Receive the scores of the final model."""
         return
 
     def close(self, status: str) -> None:

@@ -6,15 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ngsgd.config import (
-    ClusterConfig,
-    FailureConfig,
-    OptimizerConfig,
-    OuterConfig,
-    RunConfig,
-    ScheduleConfig,
-    SitesConfig,
-)
+from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig, SitesConfig
 from ngsgd.preconditioners.build import mean_of_states
 from ngsgd.training.job import Fisher
 
@@ -39,15 +31,9 @@ class EngineSettings:
     @classmethod
     def of(cls, config: RunConfig, *, num_averaging_threads: int = 1) -> EngineSettings:
         """Return the training settings of a complete configuration."""
-        return cls(schedule=config.schedule, optimizer=config.optimizer, outer=config.outer,
-                   cluster=config.cluster, failure=config.failure, sites=config.sites, seed=config.seed,
-                   on_corrupt=config.egs.on_corrupt, num_averaging_threads=num_averaging_threads,
-                   output_dir=config.output_dir)
-
-    @property
-    def keeps_fisher(self) -> bool:
-        """Whether a job continues from the Fisher estimates of a previous job."""
-        return self.optimizer.keeps_curvature
+        return cls(schedule=config.schedule, optimizer=config.optimizer, outer=config.outer, cluster=config.cluster,
+                   failure=config.failure, sites=config.sites, seed=config.seed, on_corrupt=config.egs.on_corrupt,
+                   num_averaging_threads=num_averaging_threads, output_dir=config.output_dir)
 
     @property
     def jobs_keep_state(self) -> bool:

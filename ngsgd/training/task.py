@@ -1,8 +1,7 @@
 """The Task interface: model, data and objective as the training loop uses them.
 
 The six abstract methods suffice for a fixed model. The other methods have defaults. A task
-overrides them to prepare jobs (dropout schedules), to grow its model, or to make the held-out check
-cheaper.
+overrides them to prepare jobs (dropout schedules), to grow its model, or to check fewer data.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class ShardGrid:
     def schedule(self, s: ScheduleConfig) -> Schedule:
         """Build the schedule of a run over these units."""
         return Schedule(self.num_archives, self.shards_per_archive, s.num_epochs, s.lr_initial, s.lr_final,
-                        s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors, s.lr_schedule,
-                        s.warm_up)
+                        s.num_jobs_initial, s.num_jobs_final, 1, s.lr_factors, s.lr_schedule, s.warm_up)
 
 
 class Batch(NamedTuple):
@@ -97,9 +95,7 @@ class Growth:
 
     def new_parts(self, model: nn.Module, state: Mapping[str, Tensor], before: Hashable,
                   after: Hashable, seed: int) -> Mapping[str, Tensor]:
-        """Return the state entries that change from one stage to the next; `state` is not
-        modified.
-        """
+        """Return the state entries that change from one stage to the next; `state` stays."""
         return {}
 
 
@@ -110,8 +106,7 @@ class Task(ABC):
     """
 
     growth: Growth = Growth()
-    # objf of a model that always predicts the class frequencies; results below twice this value are
-    # rejected
+    # objf of a model that predicts the class frequencies; results below twice it are rejected
     chance_objf: float = -math.inf
     # whether `batches` can start at any minibatch without computing the earlier ones
     starts_anywhere: bool = False
@@ -130,9 +125,7 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Return a new model with initial parameters; torch's generator is seeded
-        (`seeded_model`).
-        """
+        """Return a new model with initial parameters; `seeded_model` seeds torch's generator."""
 
     @abstractmethod
     def shards(self) -> ShardGrid:
@@ -156,10 +149,7 @@ class Task(ABC):
         """
 
     def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> Sequence[str]:
-        """Return the name of each example of a minibatch of `batches`, in its order.
-
-        Empty if the task does not name examples. Default: empty.
-        """
+        """Return the name of each example of a minibatch of `batches`, in its order, or nothing."""
         return ()
 
     def exclude(self, examples: Sequence[str]) -> None:  # noqa: B027  optional
@@ -171,9 +161,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Evaluation:
-        """Score a model in evaluation mode on the CPU, without gradients, in a background
-        thread.
-        """
+        """Score a model in evaluation mode on the CPU, without gradients, in another thread."""
 
     def prepare_evaluation(self, model: nn.Module) -> None:  # noqa: B027  optional
         """Load held-out data and check the model, so that errors appear before training starts."""
@@ -219,11 +207,7 @@ class TaskSpec(Protocol):
 
 
 def seeded_model(task: Task, seed: int) -> nn.Module:
-    """Build a new model of the task; the random state of this process is restored.
-
-    Raises:
-        ConfigError: the model cannot be built or averaged, or has no trainable parameter.
-    """
+    """Build a new model of the task, and restore the random state; ConfigError for a bad one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -234,8 +218,7 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
             raise ConfigError(f"the model of the task cannot be built ({first_line(error)}); correct the function that "
                               "returns it.") from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the type of the model of the task is {type(model).__name__}; return a "
-                          "torch.nn.Module.")
+        raise ConfigError(f"the type of the model of the task is {type(model).__name__}; return a torch.nn.Module.")
     if lazy := [name for name, value in model.state_dict(keep_vars=True).items() if is_lazy(value)]:
         raise ConfigError(f"the model has parameters without a shape: {', '.join(lazy[:3])}; call it once on a minibatch in the "
                           "function that returns it, or replace its lazy layers.")
@@ -245,13 +228,12 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         raise ConfigError(f"the model has {', '.join(wrong[:3])}; parameters and buffers are "
                           "averaged in float32: convert them with model.float().")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("the model has no trainable parameter; set requires_grad on at least "
-                          "one.")
+        raise ConfigError("the model has no trainable parameter; set requires_grad on at least one.")
     return model
 
 
 def data_to_device(data: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch to a device; other values are unchanged."""
+    """Copy the tensors of a batch to a device."""
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ngsgd.config import ClusterConfig, OptimizerConfig
 from ngsgd.errors import BadBatchError, ConfigError
 from ngsgd.optim import NGSGD, SGD, Optimizer
-from ngsgd.optim.backstitch import backstitch_step, shrink
+from ngsgd.optim.backstitch import backstitch_step
 from ngsgd.optim.graphed_step import GraphedStep
 from ngsgd.optim.groups import layer_options
 from ngsgd.optim.inspection import figures
@@ -34,8 +34,7 @@ from ngsgd.training.diagnostics.job_sums import JobSums
 from ngsgd.training.job import BadBatch, Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, Exact, PartOfStart, change_limits, compress, error_of, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.snapshots.job_snapshots import JobSnapshots, Snapshots, remaining
-from ngsgd.training.snapshots.job_state import JobState, is_random_reader
+from ngsgd.training.snapshots.job_snapshots import JobSnapshots, JobState, Snapshots, is_random_reader, remaining
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, map_tensors, seeded_model
 from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.checksums import digest, not_finite
@@ -54,6 +53,7 @@ def np_empty(size: int) -> Vector:
     """Allocate memory of this process."""
     return np.empty(size, dtype=np.float32)
 
+
 # minibatches between two measurements of the cosine between natural and plain gradient, for the
 # log; a period of 100 costs less than 1 % of a job (benchmarks/RESULTS.md)
 COSINE_PERIOD = 100
@@ -65,10 +65,7 @@ def initial_parameters(start: JobInit, layout: FlatLayout) -> Vector:
 
 
 def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStart:
-    """Return a function that computes any slice of the initial parameters.
-
-    A job that needs them again at its end does not have to keep a second vector until then.
-    """
+    """Return a function that computes any slice of the initial parameters."""
     model = start.model.read()
     own = None if start.own is None else start.own.read()
     if own is not None and start.codec is not None and not start.own_is_move:
@@ -117,9 +114,7 @@ class Worker:
     """Holds the model and the task for the complete run, and runs one job after another."""
 
     def __init__(self, spec: TaskSpec, index: int, ranks: Ranks = ALONE) -> None:
-        self.settings = spec.settings
-        self.index = index
-        self.ranks = ranks
+        self.settings, self.index, self.ranks = spec.settings, index, ranks
         self.device = choose_device(self.settings.cluster.device, index * ranks.size + ranks.rank)
         # before the task, which may choose another precision
         set_precision(self.settings.cluster.precision, self.device)
@@ -134,18 +129,14 @@ class Worker:
         # loss of a rank without a minibatch
         self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
-    def run(self, job: Job, place: Place = np_empty,
-            should_stop: Callable[[], bool] = never) -> JobResult:
-        """Train on the work items of the job.
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        """Train on the work items of the job; return the new parameters or their delta.
 
         Args:
             job: work items, initial parameters and learning rate.
             place: allocates the float32 memory of a returned vector, given its number of elements.
             should_stop: called after every minibatch. Once it returns True, the job ends and
                 reports the rest of its work as `remainder`.
-
-        Returns:
-            The new parameters or their delta, with the statistics of the job.
         """
         return self._result(job, self.train(job, should_stop), place)
 
@@ -169,16 +160,16 @@ class Worker:
         """Load the model, build the optimizer, and continue from a snapshot if there is one."""
         settings, start = self._settings(job), self._load(job)
         network = self.task.growth.network(self.model, self.task.growth.stage(job.outer_iter))
-        shrink(network, settings.proportional_shrink, job.lr)
         # random numbers of the model, such as those of dropout, differ between ranks
         own = [self.ranks.rank] if self.ranks.rank else []
         entropy = np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own])
         seed = int(entropy.generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
         # preconditioners read rows from torch's own layers
-        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, job.layer_rates,
-                                   fast_gemm=not settings.preconditions)
+        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, fast_gemm=not settings.preconditions)
         preconditioner = make_preconditioner(network, settings, seed, self.model) if settings.preconditions else None
+        if self.ranks.size > 1 and isinstance(optimizer, NGSGD):
+            optimizer.share_rows(self.ranks.sum_in_place, self.device, self.ranks.size)
         load_fisher(optimizer, preconditioner, job.start.fisher)
         self.task.exclude(job.excluded)
         sums = JobSums(self.device)
@@ -193,9 +184,9 @@ class Worker:
         num_batches = sum(len(self._numbers(piece)) for piece in job.pieces)
         upcoming = (*job.pieces[1:], *job.upcoming)
         graphed = self.graphed_training(run.network, run.optimizer, run.preconditioner)
-        scales = self._backstitch_scales(job.outer_iter, run.continued_at)
-        numbered = zip(on_device(batches, self.device), scales, itertools.count(run.continued_at))
-        for (batch, num_done), scale, index in numbered:
+        optimizer = self.settings.optimizer
+        scale = 0.0 if optimizer.preconditions else optimizer.backstitch_scale
+        for index, (batch, num_done) in enumerate(on_device(batches, self.device), run.continued_at):
             if index == run.continued_at and upcoming:
                 # the data of this job come first
                 self.task.prefetch(upcoming)
@@ -210,17 +201,10 @@ class Worker:
                 run.remainder = remaining(job.pieces, num_done, self._numbers)
                 break
 
-    def _backstitch_scales(self, outer_iter: int, first: int) -> Iterator[float]:
-        """Yield the backstitch scale of each minibatch from `first` on; 0: a plain step."""
-        settings = self.settings.optimizer
-        scale = 0.0 if settings.preconditions else settings.backstitch_scale
-        for index in itertools.count(first):
-            yield scale if scale and (index + outer_iter) % settings.backstitch_interval == 0 else 0.0
-
     def _bad_batches(self, job: Job, network: nn.Module, sums: JobSums) -> tuple[BadBatch, ...]:
         """Name the minibatches with a non-finite loss or gradient; end the job if asked to."""
         # the minibatches of a group of ranks have other positions
-        bad = sums.log.bad() if self.ranks.size == 1 else {}
+        bad = sums.bad() if self.ranks.size == 1 else {}
         if not bad:
             return ()
         places = [(piece, number) for piece in job.pieces for number in self._numbers(piece)]
@@ -238,7 +222,6 @@ class Worker:
         return max(1, size // 2) if self.task.growth.is_early(piece.outer_iter) else size
 
     def _numbers(self, piece: WorkItem) -> range:
-        """The minibatches of a work item."""
         last = self.task.num_batches(piece.shard, self._batch_size(piece)) if piece.stop is None else piece.stop
         return range(piece.first, last)
 
@@ -251,16 +234,14 @@ class Worker:
 
     def _load(self, job: Job) -> Vector:
         """Load the initial parameters of the job into the model and return them."""
-        vector = self.ranks.start_vector(lambda: initial_parameters(job.start, self.layout),
-                                         self.layout.size)
+        vector = self.ranks.start_vector(lambda: initial_parameters(job.start, self.layout), self.layout.size)
         self.layout.load(self.model, vector)
         return vector
 
     def _batches(self, job: Job) -> Iterator[tuple[Batch | None, int]]:
-        """Yield each minibatch of the job in order, with the number of minibatches up to it.
+        """Yield the minibatches of this rank in order, with the number of minibatches up to each.
 
-        In a group, only minibatches of this rank. None stands for the last step of a work item that
-        does not have a minibatch for every rank.
+        None stands for the last step of a work item that lacks a minibatch for every rank.
         """
         num_ranks, before = self.ranks.size, 0
         for piece in job.pieces:
@@ -296,9 +277,7 @@ class Worker:
 
     def _gradients(self, network: nn.Module, batch: Batch | None, optimizer: Optimizer,
                    preconditioner: Preconditioner | None) -> tuple[Tensor, BatchLoss, int]:
-        """Forward and backward; return the loss of this rank, the same with the sums for the
-        objective, and the examples of all ranks.
-        """
+        """Return the loss of this rank, alone and with its sums, and the examples of all ranks."""
         optimizer.zero_grad(set_to_none=True)
         found = [self._no_loss]
         loss = self._no_loss.total
@@ -357,8 +336,7 @@ class Worker:
         sums, optimizer = trained.sums, trained.optimizer
         is_complete = job.send == (0, 1)
         is_move = job.returns == "move" or job.start.codec is not None
-        end = self.layout.flatten(self.model.state_dict(),
-                                  place(self.layout.size) if is_complete or job.keep_own else None)
+        end = self.layout.flatten(self.model.state_dict(), place(self.layout.size) if is_complete or job.keep_own else None)
         if is_move:
             np.subtract(end, trained.start, out=end)
         pieces = self.layout.fragment(*job.send)
@@ -373,8 +351,7 @@ class Worker:
         # the forward pass of some models changes parameters
         limits = NO_LIMITS
         if self.task.has_bounded_updates:
-            limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches,
-                                   job.lr)
+            limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches)
         start_of = part_of_initial_parameters(job.start, self.layout)
         deltas = measure(sent, is_move, start_of, self.layout, pieces, limits)
         reason = not_finite(sent, self.layout, pieces)
@@ -390,79 +367,62 @@ class Worker:
                 encoded, exact = compress(sent, before, job.start.codec, self.layout, own)
             if job.returns == "parameters":
                 np.add(sent, job.start.model.read(), out=sent)
-        result = JobResult(
-            job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches,
-            objf, accuracy, trained.seconds,
-            sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
-            own=LocalRef(own) if own is not None else None, encoded=encoded, exact=exact,
-            fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
-            rejection_reason=reason, remainder=trained.remainder,
-            health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas,
-            bad_batches=trained.bad_batches, continued_at=trained.continued_at)
+        result = JobResult(job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches, objf, accuracy,
+                           trained.seconds, sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
+                           own=LocalRef(own) if own is not None else None, encoded=encoded, exact=exact,
+                           fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
+                           rejection_reason=reason, remainder=trained.remainder, health=figures(optimizer)
+                           if isinstance(optimizer, NGSGD) else {}, deltas=deltas, bad_batches=trained.bad_batches,
+                           continued_at=trained.continued_at)
         # checked before all jobs have ended, because a successor may start from this result earlier
-        return replace(result,
-                       rejection_reason=result.rejection_reason or impossible(result, self.layout))
+        return replace(result, rejection_reason=reason or impossible(result, self.layout))
 
 
 def fisher_of(optimizer: Optimizer, preconditioner: Preconditioner | None = None) -> Fisher | None:
     """States of all Fisher estimates, or of the preconditioner, as NumPy arrays."""
-    states: Iterable[tuple[str, Mapping[str, Any]]]
+    states: Mapping[str, Mapping[str, Any]]
     if preconditioner is not None:
-        states = preconditioner.state_dict().items()
+        states = preconditioner.state_dict()
     elif isinstance(optimizer, NGSGD):
-        states = [(name, estimate.state_dict()) for name, estimate in optimizer.preconditioners()]
+        states = {name: estimate.state_dict() for name, estimate in optimizer.preconditioners()}
     else:
         return None
     return {name: {key: value.cpu().numpy() if isinstance(value, Tensor) else value
-                   for key, value in state.items()}
-            for name, state in states}
+                   for key, value in state.items()} for name, state in states.items()}
 
 
-def load_fisher(optimizer: Optimizer, preconditioner: Preconditioner | None,
-                fisher: Fisher | None) -> None:
+def load_fisher(optimizer: Optimizer, preconditioner: Preconditioner | None, fisher: Fisher | None) -> None:
     """Load the states that a job with the same layers ended with; None leaves the new states."""
     if not fisher:
         return
     if isinstance(optimizer, NGSGD):
         for name, estimate in optimizer.preconditioners():
-            estimate.load_state_dict({key: torch.as_tensor(value)
-                                      for key, value in fisher[name].items()})
+            state = {key: torch.as_tensor(value) for key, value in fisher[name].items()}
+            estimate.load_state_dict(state)
     if preconditioner is not None:
         preconditioner.load_state_dict(fisher)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float,
-                   layer_rates: Mapping[str, float] | None = None, *,
-                   fast_gemm: bool = True) -> Optimizer:
+def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float, *, fast_gemm: bool = True) -> Optimizer:
     """Build the optimizer of one job."""
     # lr contains this factor and every job applies l2, so each job divides its l2 by it (Kaldi)
-    own = {layer: {key: value / lr_factor if key == "weight_decay" else value
-                   for key, value in options.items()}
-           for layer, options in (config.layer_options or {}).items()}
-    options = {**layer_options(model), **own}
-    for layer, factor in (layer_rates or {}).items():
-        options[layer] = {**options.get(layer, {}),
-                          "lr_factor": factor * options.get(layer, {}).get("lr_factor", 1.0)}
-    common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum,
-                              "max_change": config.max_change,
-                              "max_param_change": config.max_param_change,
+    own = {layer: {key: value / lr_factor if key == "weight_decay" else value for key, value in options.items()} for layer,
+           options in (config.layer_options or {}).items()}
+    common: dict[str, Any] = {"layer_options": {**layer_options(model), **own}, "momentum": config.momentum,
+                              "max_change": config.max_change, "max_param_change": config.max_param_change,
                               "weight_decay": config.weight_decay / lr_factor}
-    if config.kind != "ngsgd":
+    if config.preconditions or config.kind == "sgd":
         return SGD(model, lr, fast_gemm=fast_gemm, **common)
-    return NGSGD(model, lr, loss_reduction="sum", fallback=config.fallback, rank_in=config.rank_in,
+    # AdamW is the default, too, but then a warning lists the layers that it trains
+    return NGSGD(model, lr, loss_reduction="sum", fallback="adamw", rank_in=config.rank_in,
                  rank_out=config.rank_out, update_period=config.update_period, alpha=config.alpha,
-                 num_samples_history=config.num_samples_history, schedule=config.update_schedule,
-                 max_change_per_sample=config.max_change_per_sample, cosine_period=COSINE_PERIOD, **common)
+                 num_samples_history=config.num_samples_history, update=config.update, cosine_period=COSINE_PERIOD, **common)
 
 
 def choose_device(wanted: str, index: int = 0) -> torch.device:
-    """Choose the device of worker `index`.
+    """Choose the device of worker `index`; ConfigError if the GPU accepts no further process.
 
-    Ray shows a worker only the GPU it was assigned; other workers are assigned round-robin to the
-    GPUs of their machine.
-
-    Raises:
-        ConfigError: the GPU accepts no further process.
+    Ray shows a worker only its own GPU; others are assigned round-robin to those of their machine.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("cluster.device is cuda, but " + (
@@ -476,17 +436,13 @@ def choose_device(wanted: str, index: int = 0) -> torch.device:
         torch.empty(1, device=device)
     except RuntimeError as error:
         # in exclusive mode, another worker or program holds the device
-        raise ConfigError(f"{device} accepts no further process "
-                          f"({str(error).partition(chr(10))[0].rstrip('.')}); in exclusive mode "
-                          "set cluster.num_workers to at most the number of free GPUs.") from error
+        raise ConfigError(f"{device} accepts no further process ({str(error).partition(chr(10))[0].rstrip('.')}); in "
+                          "exclusive mode set cluster.num_workers to at most the number of free GPUs.") from error
     return device
 
 
 def resolve_threads(config: ClusterConfig, num_cores: int) -> int:
-    """Compute threads of one worker.
-
-    All workers together use at most the number of cores, since spinning threads of one worker
-    starve another.
-    """
+    """Compute threads of one worker: all together use at most the number of cores."""
+    # spinning threads of one worker starve another
     num_processes = config.num_workers * config.ranks_per_worker
     return config.threads_per_worker or max(1, num_cores // num_processes)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ngsgd.errors import FailureKind
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer
 from ngsgd.training.job import Job, JobResult, Outcome, VectorRef
-from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.parameter_vector import Vector
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,11 @@ class WorkerPool(Protocol):
     def release(self, ref: VectorRef) -> None:
         """Free a vector that this pool published, or that a worker sent."""
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
-        """Return the weighted mean if the workers can compute it together, else None.
+    def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo) -> bool:
+        """Take the outer step in the workers, if they can; else return False and change nothing.
 
-        It is bitwise identical to the mean computed by the coordinator.
-
-        Raises:
-            ResultsLost: workers are gone with their results.
+        The state of the optimizer is then bitwise that of a step of the coordinator. Raises
+        ResultsLost if workers are gone.
         """
 
     def num_idle(self) -> int:

@@ -10,13 +10,9 @@ EVERY_S = 10.0
 
 
 class WorkerWait:
-    """Reports the wait regularly, and ends it after a time without a sign of life.
+    """Reports the wait regularly, and ends it `timeout_s` seconds after the last sign of life.
 
     Workers that import or compile use the processor, and are waited for.
-
-    Args:
-        timeout_s: seconds since the last sign of life (cluster.wait_for_workers_s).
-        report: takes lines of progress.
     """
 
     def __init__(self, timeout_s: float, report: Callable[[str], object]) -> None:
@@ -26,15 +22,7 @@ class WorkerWait:
         self._line_s = 0.0
 
     def is_over(self, now: float, alive: int, needed: int, total: int, has_busy_start: Callable[[], bool]) -> bool:
-        """Whether too few workers are there, and none came or was busy for too long.
-
-        Args:
-            now: seconds on the caller's clock.
-            alive: workers that can take jobs.
-            needed: minimum number of these.
-            total: number that was asked for.
-            has_busy_start: whether a worker that starts was busy since the last call.
-        """
+        """Whether too few workers are there, and none came or was busy since for too long."""
         if alive >= needed:
             self._seen_s = None
             return False
@@ -51,7 +39,7 @@ class WorkerWait:
         return is_late
 
 
-# between two polls of a loop that polls several times a second
+# time that counts between two polls of a loop that polls several times a second
 LONGEST_STEP_S = 1.0
 
 
@@ -66,10 +54,6 @@ class AwakeClock:
 
     The base is CLOCK_MONOTONIC. It stops while the machine is suspended, as the workers do, so a
     suspended laptop needs no special case. CLOCK_BOOTTIME would count that time.
-
-    Args:
-        clock: seconds since any fixed point.
-        longest_step_s: maximum time counted between two ticks, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, longest_step_s: float = LONGEST_STEP_S) -> None:
@@ -85,15 +69,13 @@ class AwakeClock:
 
     def tick(self) -> float:
         """Count the time since the last tick; return the seconds of it that were an absence."""
-        step_s = self._step()
+        last, self._last = self._last, self._clock()
+        step_s = self._last - last
         counted_s = min(step_s, self.longest_step_s)
         self._awake_s += counted_s
         return step_s - counted_s
 
     def catch_up(self) -> None:
         """Count the complete time since the last tick: this process was busy with other work."""
-        self._awake_s += self._step()
-
-    def _step(self) -> float:
         last, self._last = self._last, self._clock()
-        return self._last - last
+        self._awake_s += self._last - last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 from collections.abc import Callable
@@ -48,47 +49,24 @@ def with_chunk_before(wav: bytes) -> bytes:
     return wav[:at] + b"LIST" + struct.pack("<I", 5) + b"INFOx\0" + wav[at:]
 
 
-def with_chunk_after(wav: bytes) -> bytes:
-    return wav + b"LIST" + struct.pack("<I", 4) + b"INFO"
-
-
 # name -> bytes
+_FORMS = (
+    ("wav", "WAV", "PCM_16"), ("extensible", "WAVEX", "PCM_16"), ("float", "WAV", "FLOAT"),
+    ("flac", "FLAC", "PCM_16"), ("wav 8", "WAV", "PCM_U8"), ("wav 24", "WAV", "PCM_24"),
+    ("wav 32", "WAV", "PCM_32"), ("double", "WAV", "DOUBLE"), ("extensible 24", "WAVEX", "PCM_24"),
+    ("extensible float", "WAVEX", "FLOAT"), ("mu-law", "WAV", "ULAW"), ("A-law", "WAV", "ALAW"),
+    ("IMA ADPCM", "WAV", "IMA_ADPCM"), ("MS ADPCM", "WAV", "MS_ADPCM"), ("GSM", "WAV", "GSM610"),
+    ("RIFX", "WAV", "PCM_16", "BIG"), ("rf64", "RF64", "PCM_16"), ("w64", "W64", "PCM_16"),
+    ("aiff", "AIFF", "PCM_16"), ("aiff 24", "AIFF", "PCM_24"), ("aifc float", "AIFF", "FLOAT"),
+    ("aifc little", "AIFF", "PCM_16", "LITTLE"), ("au", "AU", "PCM_16"),
+    ("au mu-law", "AU", "ULAW"), ("au little", "AU", "PCM_16", "LITTLE"), ("caf", "CAF", "PCM_16"),
+    ("sphere", "NIST", "PCM_16"), ("sphere mu-law", "NIST", "ULAW"), ("flac 24", "FLAC", "PCM_24"),
+    ("vorbis", "OGG", "VORBIS"), ("opus", "OGG", "OPUS"), ("mp3", "MP3", "MPEG_LAYER_III"))
 FORMS: dict[str, Callable[[], bytes]] = {
-    "wav": lambda: written("WAV", "PCM_16"),
-    "extensible": lambda: written("WAVEX", "PCM_16"),
-    "float": lambda: written("WAV", "FLOAT"),
-    "flac": lambda: written("FLAC", "PCM_16"),
-    "wav 8": lambda: written("WAV", "PCM_U8"),
-    "wav 24": lambda: written("WAV", "PCM_24"),
-    "wav 32": lambda: written("WAV", "PCM_32"),
-    "double": lambda: written("WAV", "DOUBLE"),
-    "extensible 24": lambda: written("WAVEX", "PCM_24"),
-    "extensible float": lambda: written("WAVEX", "FLOAT"),
-    "mu-law": lambda: written("WAV", "ULAW"),
-    "A-law": lambda: written("WAV", "ALAW"),
-    "IMA ADPCM": lambda: written("WAV", "IMA_ADPCM"),
-    "MS ADPCM": lambda: written("WAV", "MS_ADPCM"),
-    "GSM": lambda: written("WAV", "GSM610"),
-    "RIFX": lambda: written("WAV", "PCM_16", "BIG"),
-    "LIST before": lambda: with_chunk_before(written("WAV", "PCM_16")),
-    "LIST after": lambda: with_chunk_after(written("WAV", "PCM_16")),
-    "rf64": lambda: written("RF64", "PCM_16"),
-    "w64": lambda: written("W64", "PCM_16"),
-    "aiff": lambda: written("AIFF", "PCM_16"),
-    "aiff 24": lambda: written("AIFF", "PCM_24"),
-    "aifc float": lambda: written("AIFF", "FLOAT"),
-    "aifc little": lambda: written("AIFF", "PCM_16", "LITTLE"),
-    "au": lambda: written("AU", "PCM_16"),
-    "au mu-law": lambda: written("AU", "ULAW"),
-    "au little": lambda: written("AU", "PCM_16", "LITTLE"),
-    "caf": lambda: written("CAF", "PCM_16"),
-    "sphere": lambda: written("NIST", "PCM_16"),
-    "sphere mu-law": lambda: written("NIST", "ULAW"),
-    "flac 24": lambda: written("FLAC", "PCM_24"),
-    "vorbis": lambda: written("OGG", "VORBIS"),
-    "opus": lambda: written("OGG", "OPUS"),
-    "mp3": lambda: written("MP3", "MPEG_LAYER_III"),
-}
+    name: functools.partial(written, container, subtype, "".join(endian) or "FILE")
+    for name, container, subtype, *endian in _FORMS}
+FORMS["LIST before"] = lambda: with_chunk_before(written("WAV", "PCM_16"))
+FORMS["LIST after"] = lambda: written("WAV", "PCM_16") + b"LIST" + struct.pack("<I", 4) + b"INFO"
 
 
 def _patched(content: bytes, at: int, code: str, *values: int) -> bytes:

@@ -1,6 +1,4 @@
-"""A small stand-in for the Free Spoken Digit Dataset: recordings with its names, their list and
-their alignment.
-"""
+"""A stand-in for the Free Spoken Digit Dataset: recordings, their list and their alignment."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ from dataclasses import astuple, fields
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from ngsgd.asr.corpora.fsdd.segments import Segment
+from ngsgd.asr.corpora.fsdd import Segment
 from ngsgd.asr.utterance import num_frames
 
 SPEAKERS = ("george", "jackson", "nicolas", "theo")
@@ -45,9 +44,7 @@ class FakeFsdd:
             writer.writerows(map(astuple, segments))
 
     def write_alignment(self, num_surplus_frames: int) -> None:
-        """Silence, then the three states of the digit's one phone, then silence; in the GMM's
-        numbering.
-        """
+        """Silence, the three states of the digit's one phone, silence; in the GMM's numbering."""
         pieces = []
         for segment in self.segments:
             first = 3 + 3 * WORDS.index(segment.word)
@@ -73,7 +70,10 @@ class FakeFsdd:
                        num_samples=num_samples, sha256_pcm=hashlib.sha256(samples.tobytes()).hexdigest()[:16])
 
 
-def write_wav(path: Path, samples: np.ndarray, *, channels: int = 1, rate_hz: int = 8000, width: int = 2) -> None:
+def write_wav(path: Path, samples: npt.ArrayLike, *, channels: int = 1, rate_hz: int = 8000, width: int = 2) -> Path:
+    content = np.asarray(samples, "<i2" if width == 2 else "u1")
+    path.parent.mkdir(exist_ok=True)
     with wave.open(str(path), "wb") as wav:
-        wav.setparams((channels, width, rate_hz, len(samples), "NONE", "not compressed"))
-        wav.writeframes(samples.tobytes())
+        wav.setparams((channels, width, rate_hz, len(content), "NONE", "not compressed"))
+        wav.writeframes(content.tobytes())
+    return path

@@ -1,6 +1,4 @@
-"""Made-up speech of yesno's shape: "words" that are chords, with pauses between them, in a little
-noise.
-"""
+"""Made-up speech of yesno's shape: "words" that are chords with pauses, in a little noise."""
 
 from __future__ import annotations
 

@@ -1,26 +1,24 @@
-"""Decision trees over phones in context, and graphs of tied states."""
+"""Decision trees over phones in context, graphs of tied states, and denominators from labels."""
 
 from __future__ import annotations
 
-import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ngsgd.asr.align.tree_building import (
-    ContextStats,
-    build_tree,
-    contexts_of_frames,
-    phone_questions,
-    phones_and_states,
-)
+from ngsgd.asr import denominators
+from ngsgd.asr.align import tree_building
+from ngsgd.asr.align.tree_building import ContextStats, build_tree, phone_questions
 from ngsgd.asr.decode import decoding
 from ngsgd.asr.lang import graphs
-from ngsgd.asr.lang.context_tree import ContextTree, Leaf, Split, Table
+from ngsgd.asr.lang.context_tree import ContextTree
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Pronunciation, Topology
-from ngsgd.errors import DataError
+from ngsgd.config import ObjectiveConfig
+from ngsgd.errors import ConfigError, DataError
+from ngsgd.sequence.ngram import state_ngram
 from tests.reference import context_tree as reference
 
 NUM_PHONES, NUM_SILENCE_STATES = 5, 2
@@ -45,7 +43,7 @@ def stats(seed: int, num_frames: int = 3000) -> ContextStats:
     phones = rng.integers(1, NUM_PHONES + 1, num_frames // 3)
     phone_T, state_T = np.repeat(phones, 3), np.tile([0, 1, 2], num_frames // 3)
     state_T = np.where(phone_T == 1, np.minimum(state_T, 1), state_T)
-    context_T4 = contexts_of_frames(phone_T, state_T)
+    context_T4 = tree_building.contexts_of_frames(phone_T, state_T)
     means = rng.normal(size=(NUM_PHONES + 1, 3, 4))
     x_TD = sum(means[context_T4[:, key], key] for key in range(3)) + rng.normal(size=(len(phone_T), 4))
     return ContextStats.accumulate([(context_T4, x_TD)])
@@ -85,25 +83,6 @@ def test_trees_are_written_in_kaldis_text_form_and_read_back() -> None:
     assert "".join(kaldi.to_text().split()) == "".join(KALDI_TEXT.split())
 
 
-def test_a_kaldi_tree_gives_the_pdfs_worked_out_by_hand() -> None:
-    kaldi = ContextTree.from_text(KALDI_TEXT)
-
-    def by_hand(left: int, center: int, right: int, state: int) -> int:
-        if center == 1:
-            return state
-        if center == 3:
-            return 10 if state == 1 else 9
-        if state == 0:
-            return 3 if right in (1, 3) else 4
-        if state == 2:
-            return 8
-        return 5 if left in (0, 2) else 6 if right == 2 else 7
-
-    for left, center, right, state in itertools.product(range(4), (1, 2, 3), range(4), range(3)):
-        assert kaldi.pdf((left, center, right), state) == by_hand(left, center, right, state)
-    assert kaldi.pdfs(2, 1) == {5, 6, 7}
-
-
 # Tree and transition model of one Kaldi system, as copy-tree and gmm-copy write them with
 # --binary=false.  Phones 3 and 4 are one phone at two positions of a word, with shared roots.
 # Phone 5 has one root for its three states.
@@ -127,12 +106,11 @@ SE -1 [ 0 ]
 }
 EndContextDependency
 """
-KALDI_TRIPLES = """<Triples> 23
+KALDI_TRIPLES = """
 1 0 0 1 1 1 1 2 2 2 0 0 2 1 1 2 2 2
 3 0 3 3 0 5 3 1 6 3 1 7 3 1 8 3 2 9
 4 0 3 4 0 4 4 1 6 4 1 7 4 1 8 4 2 9
-5 0 10 5 1 11 5 1 12 5 2 11 5 2 12
-</Triples>"""
+5 0 10 5 1 11 5 1 12 5 2 11 5 2 12"""
 
 
 def kaldis_pdf(left: int, center: int, right: int, state: int) -> int:
@@ -150,9 +128,8 @@ def kaldis_pdf(left: int, center: int, right: int, state: int) -> int:
 
 def test_a_kaldi_system_gives_its_pdfs_for_a_thousand_random_triphones() -> None:
     kaldi, rng = ContextTree.from_text(KALDI_TREE), np.random.default_rng(0)
-    numbers = KALDI_TRIPLES.split()[2:-1]
     # phone, HMM state and pdf of every state of the model
-    triples = {tuple(row) for row in np.array(numbers, int).reshape(-1, 3).tolist()}
+    triples = {tuple(row) for row in np.array(KALDI_TRIPLES.split(), int).reshape(-1, 3).tolist()}
     for _ in range(1000):
         left, right = rng.integers(0, 6, 2).tolist()
         center, state = int(rng.integers(1, 6)), int(rng.integers(0, 3))
@@ -178,12 +155,12 @@ def test_damaged_texts_are_errors(at: int) -> None:
 
 def test_contexts_of_frames_join_silence_and_part_repeated_phones() -> None:
     # two silence states, then phone 2 twice
-    phone_T, state_T = phones_and_states([0, 1, 0, 2, 3, 4, 2, 3, 4], NUM_SILENCE_STATES)
-    found = contexts_of_frames(phone_T, state_T)
-    assert found.tolist() == [
-        [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 0],
-        [1, 2, 2, 0], [1, 2, 2, 1], [1, 2, 2, 2],
-        [2, 2, 0, 0], [2, 2, 0, 1], [2, 2, 0, 2]]
+    path_T = [0, 1, 0, 2, 3, 4, 2, 3, 4]
+    phone_T, state_T = tree_building.phones_and_states(path_T, NUM_SILENCE_STATES)
+    windows = [[0, 1, 2]] * 3 + [[1, 2, 2]] * 3 + [[2, 2, 0]] * 3
+    states = [0, 1, 0, 0, 1, 2, 0, 1, 2]
+    expected = [[*window, state] for window, state in zip(windows, states, strict=True)]
+    assert tree_building.contexts_of_frames(phone_T, state_T).tolist() == expected
 
 
 LEXICON: dict[str, tuple[Pronunciation, ...]] = {
@@ -191,25 +168,21 @@ LEXICON: dict[str, tuple[Pronunciation, ...]] = {
 
 
 def language(width: int = 3) -> Language:
-    topology = Topology(("a", "b", "c", "d"), LEXICON, NUM_SILENCE_STATES)
-    return Language(topology, tree=tree(width))
+    return Language(Topology(("a", "b", "c", "d"), LEXICON, NUM_SILENCE_STATES), tree=tree(width))
 
 
 def path_of(spoken: list[str], language: Language) -> list[int]:
     """The pdfs of phones with silence around them, each twice."""
     phones = [0, *(1 + ("SIL", "a", "b", "c", "d").index(phone) for phone in spoken), 0]
     assert language.tree is not None
-    return [language.tree.pdf(phones[at - 1 : at + 2], state)
-            for at in range(1, len(phones) - 1)
+    return [language.tree.pdf(phones[at - 1 : at + 2], state) for at in range(1, len(phones) - 1)
             for state in range(NUM_SILENCE_STATES if phones[at] == 1 else 3) for _ in range(2)]
 
 
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize(("words", "spoken"), [
     (["ab", "c"], ["SIL", "a", "b", "c", "d", "a", "SIL"]),
-    (["c", "ba", "ab"], ["c", "d", "a", "SIL", "b", "a", "a", "b"]),
-    (["b"], ["b"]),
-])
+    (["c", "ba", "ab"], ["c", "d", "a", "SIL", "b", "a", "a", "b"]), (["b"], ["b"])])
 def test_graphs_of_tied_states_accept_the_states_of_words_in_context(
         words: list[str], spoken: list[str], width: int) -> None:
     lang = language(width)
@@ -222,8 +195,7 @@ def test_graphs_of_tied_states_accept_the_states_of_words_in_context(
         assert path.is_complete
         assert path.pdf_T.tolist() == pdf_T
     assert list(path.words) == words
-    states = np.array(lang.phone_states())[path.pdf_T]
-    assert (states < lang.topology.num_pdfs).all()
+    assert (np.array(lang.phone_states())[path.pdf_T] < lang.topology.num_pdfs).all()
 
 
 def test_a_tree_of_one_leaf_for_each_state_decodes_as_without_context() -> None:
@@ -242,6 +214,39 @@ def test_a_tree_of_one_leaf_for_each_state_decodes_as_without_context() -> None:
         assert paths[0].cost == pytest.approx(paths[1].cost, rel=1e-5)
 
 
-def test_splits_about_the_state_are_followed() -> None:
-    one = ContextTree(3, 1, Split(-1, frozenset({0}), Leaf(0), Table(2, (Leaf(1), Leaf(2)))))
-    assert [one.pdfs(1, state) for state in (0, 1)] == [{0}, {1, 2}]
+SPOKEN = [["SIL", "a", "b", "c", "d", "a", "SIL"], ["c", "d", "a", "SIL", "b", "a", "a", "b"],
+          ["b"]]
+PHONES = ObjectiveConfig(kind="lfmmi", denominator="phones", ngram_order=3, frame_subsampling=3)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_phones_have_the_paths_of_all_offsets_of_the_labels(is_tied: bool) -> None:
+    lang = language(2) if is_tied else replace(language(2), tree=None)
+    assert lang.tree or not is_tied
+    labels = [np.array(path_of(spoken, language(2)), np.int32) for spoken in SPOKEN]
+    if not is_tied:
+        state_P = np.array(language(2).phone_states(), np.int32)
+        labels = [state_P[pdf_T] for pdf_T in labels]
+    graph = denominators.of_labels(labels, lang, PHONES)
+    for pdf_T in labels:
+        assert all(graph.log_weight_of(pdf_T[first::3]) > -math.inf for first in range(3))
+    # the pair c b is in no label
+    assert graph.log_weight_of([*labels[1][:6:3], *labels[2][::3]]) == -math.inf
+    out = np.exp(graph.log_final_S)
+    np.add.at(out, graph.source_A, np.exp(graph.log_weight_A))
+    np.testing.assert_allclose(out, 1.0, rtol=1e-12)
+
+
+def test_states_are_those_of_all_offsets() -> None:
+    labels = [np.array(path_of(spoken, language(2)), np.int32) for spoken in SPOKEN]
+    config = replace(PHONES, denominator="states", ngram_order=2)
+    found = denominators.of_labels(labels, language(2), config)
+    wanted = state_ngram([pdf_T[first::3] for first in range(3) for pdf_T in labels], 2)
+    arrays = wanted.arrays()
+    assert all(np.array_equal(found.arrays()[name], arrays[name]) for name in arrays)
+
+
+def test_triphones_are_refused_for_phones() -> None:
+    labels = [np.array(path_of(SPOKEN[0], language(3)), np.int32)]
+    with pytest.raises(ConfigError, match="left_biphone"):
+        denominators.of_labels(labels, language(3), PHONES)

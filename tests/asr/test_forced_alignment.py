@@ -8,7 +8,6 @@ import pytest
 
 from ngsgd.asr.align import forced_alignment, gaussians
 from ngsgd.asr.align.forced_alignment import States
-from ngsgd.asr.align.gaussians import Axes, Gaussians
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import GivenGraph, Language
@@ -24,9 +23,7 @@ TOPOLOGY = Topology(phones=("a", "b"), lexicon={"a": (("a",),), "b": (("b",),), 
 
 
 def made_up_speech(texts: list[tuple[str, ...]], rng: np.random.Generator) -> tuple[SpeechSet, np.ndarray]:
-    """Utterances whose frames lie around a separate point for each state; and the states they
-    were made from.
-    """
+    """Utterances whose frames lie around a separate point for each state; and these states."""
     centres_PD = np.random.default_rng(7).normal(scale=4.0, size=(TOPOLOGY.num_pdfs, 6))
     pieces = []
     for words in texts:
@@ -54,7 +51,7 @@ def test_gaussians_are_those_of_the_formula() -> None:
     pdf_T[:2] = 3  # a state with too few frames
     train_TK, x_TK = rng.normal(size=(60, 3)), rng.normal(size=(9, 3))
     train_TK[pdf_T == 1, 2] = 5.0  # a state without variance
-    fast = Gaussians.fit(lambda: [(train_TK, pdf_T)], 5).log_likelihood(x_TK)
+    fast = gaussians.Gaussians.fit(lambda: [(train_TK, pdf_T)], 5).log_likelihood(x_TK)
     slow = reference.log_likelihood(x_TK, train_TK, pdf_T, 5, floor=gaussians.VARIANCE_FLOOR, fewest=gaussians.FEWEST_FRAMES)
     np.testing.assert_allclose(fast, slow, rtol=2e-5)  # returned in float32
 
@@ -64,7 +61,7 @@ def test_gaussians_of_pieces_have_the_bits_of_all_frames_at_once(cuts: list[int]
     rng = np.random.default_rng(0)
     x_TK, pdf_T = 5.0 + rng.normal(size=(5000, 6)), rng.integers(3, size=5000).astype(np.int32)
     pieces = list(zip(np.split(x_TK, cuts), np.split(pdf_T, cuts), strict=True))
-    found = Gaussians.fit(lambda: pieces, 4)
+    found = gaussians.Gaussians.fit(lambda: pieces, 4)
     count_P1 = np.bincount(pdf_T, minlength=4)[:, None]
     safe_P1 = np.maximum(count_P1, 1.0)
     mean_PK, square_PK = (gaussians.sums_by_state(y_TK, pdf_T, 4) / safe_P1 for y_TK in (x_TK, x_TK**2))
@@ -83,7 +80,6 @@ def test_features_that_are_not_kept_give_the_same_alignment(monkeypatch: pytest.
         states = forced_alignment.silence_start(corpus, "")
         scores = forced_alignment.score_by_gaussians(corpus, states)
         return forced_alignment.realign(corpus, states, scores, "").states
-
     kept = aligned()
     monkeypatch.setattr(forced_alignment, "FRAMES_AT_ONCE", 10)
     computed = aligned()
@@ -92,9 +88,9 @@ def test_features_that_are_not_kept_give_the_same_alignment(monkeypatch: pytest.
 
 def test_axes_of_many_frames_are_those_of_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TD = np.random.default_rng(0).normal(size=(5000, 4)).astype(np.float32)
-    expected = Axes.of(x_TD)
+    expected = gaussians.Axes.of(x_TD)
     monkeypatch.setattr(gaussians, "FRAMES_AT_ONCE", 999)
-    found = Axes.of(x_TD)
+    found = gaussians.Axes.of(x_TD)
     assert np.array_equal(found.mean_D, expected.mean_D)
     # another order of the sum
     np.testing.assert_allclose(found.rotation_DK, expected.rotation_DK, rtol=1e-10)
@@ -119,7 +115,7 @@ def test_labels_of_some_utterances_keep_their_features_in_memory_or_in_a_file(tm
 def test_axes_decorrelate_and_scale_to_one() -> None:
     rng = np.random.default_rng(0)
     x_TD = (rng.normal(size=(5000, 4)) @ rng.normal(size=(4, 4)) + 3.0).astype(np.float32)
-    rotated_TK = Axes.of(x_TD).apply(x_TD)[:, :4]
+    rotated_TK = gaussians.Axes.of(x_TD).apply(x_TD)[:, :4]
     np.testing.assert_allclose(np.cov(rotated_TK.T, bias=True), np.eye(4), atol=1e-5)
 
 
@@ -129,8 +125,8 @@ def test_differences_of_a_straight_line_are_its_slope() -> None:
 
 
 @pytest.mark.parametrize(("num_frames", "expected"), [
-    (18, [0] * 6 + [1] * 2 + [2] * 2 + [3] * 2 + [0] * 6), (4, [1, 1, 2, 3]), (3, [1, 2, 3]), (2, None),
-])
+    (18, [0] * 6 + [1] * 2 + [2] * 2 + [3] * 2 + [0] * 6), (4, [1, 1, 2, 3]), (3, [1, 2, 3]),
+    (2, None)])
 def test_equal_parts(num_frames: int, expected: list[int] | None) -> None:
     path = forced_alignment.equal_parts(TOPOLOGY, ("a",), num_frames)
     assert (None if path is None else path.tolist()) == expected
@@ -170,9 +166,7 @@ TIED_P = np.array([2, 0, 3, 1, 3, 4, 1], np.int32)
 @pytest.mark.entry("K15")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_graph_with_tied_states_gives_its_own_states(seed: int) -> None:
-    """The paths of the decoding graph with these words are those of the transcript's graph, each
-    state by its tied number.
-    """
+    """A graph with these words has the paths of the transcript's, each state by its tied number."""
     pytest.importorskip("kaldi_decoder")
     rng = np.random.default_rng(seed)
     texts: list[tuple[str, ...]] = [("ab", "b"), ("a",), ("b", "ab", "a")]
@@ -183,28 +177,24 @@ def test_a_graph_with_tied_states_gives_its_own_states(seed: int) -> None:
                for one in (corpus.train, corpus.valid, corpus.test)
                for utt_id, features_TD in zip(one.frames.utt_ids, one.split_features(), strict=True)}
     before = {utt_id: np.zeros(len(loglik_TP), np.int32) for utt_id, loglik_TP in logliks.items()}
-    untied = forced_alignment.realign(corpus, before, {utt_id: loglik_TP[:, TIED_P] for utt_id, loglik_TP in logliks.items()},
-                                      "")
+    scores = {utt_id: loglik_TP[:, TIED_P] for utt_id, loglik_TP in logliks.items()}
+    untied = forced_alignment.realign(corpus, before, scores, "")
     made = graphs.build(corpus.language, silence_prob=0.0)
-    content = as_file(made)
-    given = graphs.read(GivenGraph(content, made.words, tuple(TIED_P.tolist())))
+    with tempfile.TemporaryDirectory() as folder:
+        made.fst.write(f"{folder}/HCLG.fst")
+        given = graphs.read(GivenGraph(Path(f"{folder}/HCLG.fst").read_bytes(), made.words,
+                                       tuple(TIED_P.tolist())))
     found = forced_alignment.realign(corpus, before, logliks, "", given)
     assert not found.lost and not untied.lost
     for utt_id, loglik_TP in logliks.items():
         expected = TIED_P[untied.states[utt_id]]
-        score = [float(loglik_TP[np.arange(len(loglik_TP)), states].sum(dtype=np.float64)) for states in (found.states[utt_id],
-                                                                                                         expected)]
+        score = [float(loglik_TP[np.arange(len(loglik_TP)), states].sum(dtype=np.float64))
+                 for states in (found.states[utt_id], expected)]
         # sums of float32 in another order; two paths may score the same
         assert score[0] == pytest.approx(score[1], abs=1e-3)
         assert found.states[utt_id].max() <= TIED_P.max()
     same = np.mean([(found.states[utt_id] == TIED_P[untied.states[utt_id]]).mean() for utt_id in logliks])
     assert same > 0.99
-
-
-def as_file(graph: graphs.Graph) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        graph.fst.write(f"{folder}/HCLG.fst")
-        return Path(f"{folder}/HCLG.fst").read_bytes()
 
 
 def test_a_word_that_the_graph_lacks_is_named() -> None:

@@ -37,6 +37,7 @@ ngram 2=2
 \\end\\
 """
 LOG10 = math.log(10)
+TWO_STATES = "0 1 1 2 0.5\n1 0.25\n"
 
 
 def bigram_cost(words: tuple[str, ...]) -> float:
@@ -54,25 +55,28 @@ def sequences(max_words: int) -> list[tuple[str, ...]]:
     return found
 
 
+def random_loglik(seed: int, num_frames: int | None = None, scale: float = 2.0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    num_frames = int(rng.integers(4, 9)) if num_frames is None else num_frames
+    return rng.normal(scale=scale, size=(num_frames, TOPOLOGY.num_pdfs)).astype(np.float32)
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("silence_prob", [0.0, 0.4])
 def test_best_path_through_a_bigram_graph_is_that_of_trying_all_sequences(seed: int, silence_prob: float) -> None:
     pytest.importorskip("kaldilm")
-    rng = np.random.default_rng(seed)
-    loglik_TP = rng.normal(scale=2.0, size=(int(rng.integers(4, 9)), TOPOLOGY.num_pdfs)).astype(np.float32)
+    loglik_TP = random_loglik(seed)
     graph = graphs.build(Language(TOPOLOGY, arpa=BIGRAM), silence_prob=silence_prob)
     path = decoding.best_path(graph, loglik_TP, EXACT)
     costs = {words: bigram_cost(words) for words in sequences(3)}
     cost, _ = graph_search.best(TOPOLOGY, loglik_TP, word_cost=costs, silence_prob=silence_prob, max_words=3)
     # the graph's costs are rounded to 1e-5, log10 to natural in float32
-    assert path.cost == pytest.approx(cost, abs=1e-3)
-    assert path.is_complete
+    assert path.cost == pytest.approx(cost, abs=1e-3) and path.is_complete
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_best_path_through_a_graph_of_one_word_is_that_of_trying_all_words(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    loglik_TP = rng.normal(scale=2.0, size=(14, TOPOLOGY.num_pdfs)).astype(np.float32)
+    loglik_TP = random_loglik(seed, 14)
     graph = graphs.build(Language(TOPOLOGY, is_one_word=True), silence_prob=0.4)
     path = decoding.best_path(graph, loglik_TP, EXACT)
     costs: dict[tuple[str, ...], float] = {(word,): math.log(len(TOPOLOGY.words)) for word in TOPOLOGY.words}
@@ -83,8 +87,7 @@ def test_best_path_through_a_graph_of_one_word_is_that_of_trying_all_words(seed:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_best_path_of_a_transcript_is_that_of_trying_all_pronunciations_and_silences(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    loglik_TP = rng.normal(scale=2.0, size=(18, TOPOLOGY.num_pdfs)).astype(np.float32)
+    loglik_TP = random_loglik(seed, 18)
     words = ("b", "ab")
     path = decoding.best_path(graphs.of_transcript(TOPOLOGY, words), loglik_TP, EXACT)
     cost, _ = graph_search.best(TOPOLOGY, loglik_TP, word_cost={words: 0.0}, silence_prob=0.0, max_words=2)
@@ -107,12 +110,10 @@ def test_a_word_penalty_is_paid_once_for_each_word() -> None:
     assert dearer.cost - path.cost == pytest.approx(-len(path.words), abs=1e-4)
 
 
-def test_given_graph_is_read_at_the_level_of_pdfs(tmp_path: object) -> None:
+def test_given_graph_is_read_at_the_level_of_pdfs(tmp_path: Path) -> None:
     fst = kaldifst.compile("0 1 1 2\n1 1 2 0\n1 2 3 0\n2\n")
-    path = f"{tmp_path}/HCLG.fst"
-    fst.write(path)
-    with open(path, "rb") as file:
-        given = GivenGraph(file.read(), words=("no", "yes"), tid2pdf=(4, 4, 7))
+    fst.write(f"{tmp_path}/HCLG.fst")
+    given = GivenGraph((tmp_path / "HCLG.fst").read_bytes(), words=("no", "yes"), tid2pdf=(4, 4, 7))
     graph = graphs.read(given)
     assert Counter(arc.ilabel for state in range(3) for arc in kaldifst.ArcIterator(graph.fst, state)) == {5: 2, 8: 1}
     with pytest.raises(DataError, match=r"HCLG\.fst.*3:0.* 2 "):
@@ -141,8 +142,7 @@ def test_a_const_graph_decodes_as_its_vector_form(tmp_path: Path) -> None:
     identity = tuple(range(TOPOLOGY.num_pdfs))
     read = [graphs.read(GivenGraph(content, TOPOLOGY.words, identity)) for content in (vector, const)]
     assert list(graphs.arcs(read[0])) == list(graphs.arcs(read[1])) == list(graphs.arcs(made))
-    rng = np.random.default_rng(0)
-    loglik_TP = rng.normal(scale=3.0, size=(30, TOPOLOGY.num_pdfs)).astype(np.float32)
+    loglik_TP = random_loglik(0, 30, scale=3.0)
     paths = [decoding.best_path(graph, loglik_TP, decoding.Search(1.0, 100.0, 1000)) for graph in (made, *read)]
     assert paths[0].words and paths[0].words == paths[1].words == paths[2].words
     assert paths[0].pdf_T.tolist() == paths[1].pdf_T.tolist() == paths[2].pdf_T.tolist()
@@ -158,9 +158,7 @@ def header_int64(content: bytes, at: int, value: int) -> bytes:
 @pytest.mark.entry("K1")
 @pytest.mark.parametrize("form", [0, 1], ids=["vector", "const"])
 def test_a_damaged_graph_is_a_data_error_and_never_a_crash(tmp_path: Path, form: int) -> None:
-    """Every cut, and every header number out of range; random bytes elsewhere are refused or give
-    states within bounds.
-    """
+    """Every cut and header number out of range; other random bytes are refused or within bounds."""
     content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 1 2 0 0.25\n1 2 3 0\n2 1.5\n"), tmp_path)[form]
 
     def check(damaged: bytes) -> openfst.Fst:
@@ -184,10 +182,8 @@ def test_a_damaged_graph_is_a_data_error_and_never_a_crash(tmp_path: Path, form:
 
 
 def test_a_const_graph_of_an_older_openfst_with_aligned_arrays_and_symbols_is_read(tmp_path: Path) -> None:
-    """Built byte by byte: version 1 pads both arrays to 16 bytes; two tables of symbols come before
-    them.
-    """
-    content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[1]
+    """Byte by byte: version 1 pads both arrays to 16 bytes; two tables of symbols come before."""
+    content = as_files(kaldifst.compile(TWO_STATES), tmp_path)[1]
     head, body = content[:content.index(b"standard") + 8], content[content.index(b"standard") + 48:]
     symbols = struct.pack("<ii1sqqi2sq", 2125658996, 1, b"s", 1, 1, 2, b"ab", 0)
     header = head + struct.pack("<iiQqqq", 1, 3, 0, 0, 2, 1) + 2 * symbols
@@ -200,12 +196,8 @@ def test_a_const_graph_of_an_older_openfst_with_aligned_arrays_and_symbols_is_re
 
 
 def test_a_vector_graph_from_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
-    """OpenFst writes -1 states where it cannot go back to the header."""
-    content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[0]
+    """OpenFst writes -1 states where it cannot go back to the header; other types are named."""
+    content = as_files(kaldifst.compile(TWO_STATES), tmp_path)[0]
     assert openfst.parse(header_int64(content, 1, -1), "it").final_S.tolist() == [math.inf, 0.25]
-
-
-def test_other_types_of_transducers_are_named(tmp_path: Path) -> None:
-    content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[0]
     with pytest.raises(DataError, match=r"compa.* const"):
         openfst.parse(content.replace(b"vector", b"compac"), "it")

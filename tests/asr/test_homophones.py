@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr.decode import decoding, evaluation
+from ngsgd.asr.decode import evaluation
 from ngsgd.asr.lang import graphs, lexicon, vocabulary
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
-from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.config import DecodeConfig
 from tests.asr.decode.test_decoding import spell, words_of
 
@@ -42,8 +41,8 @@ def test_the_more_frequent_homophone_is_recognized(order: tuple[str, ...], count
 
 def test_a_cost_is_a_thousandth_of_the_negative_log_probability() -> None:
     found = lexicon.homophone_costs(LEXICON, COUNTS)
-    total = 50 + 20 + 8 + 3
-    assert found == {"O": pytest.approx(-0.001 * math.log(21 / total)), "OH": pytest.approx(-0.001 * math.log(9 / total))}
+    assert found == {word: pytest.approx(-0.001 * math.log(count / (50 + 20 + 8 + 3)))
+                     for word, count in (("O", 21), ("OH", 9))}
     assert lexicon.homophone_costs(LEXICON, {}) == {}
     assert lexicon.homophone_costs({"A": (("EY",), ("AH",)), "AY": (("EY",),), "UH": (("AH",),)},
                                    {"A": 1}).keys() == {"A", "AY", "UH"}
@@ -71,11 +70,10 @@ def test_a_language_model_that_prefers_the_rare_word_decides() -> None:
 def test_a_new_homophone_of_another_lexicon_loses_to_the_word_of_training(tmp_path: Path) -> None:
     pytest.importorskip("kaldi_decoder")
     (tmp_path / "lexicon").write_text("AU OW\nO OW\nOWE OW\n")
-    language = Language(TOPOLOGY, word_counts=COUNTS)
-    changed = vocabulary.of_model(language, Vocabulary(lexicon=tmp_path / "lexicon"))
-    graph = evaluation.build_graph(changed, MADE)
+    changed = vocabulary.of_model(Language(TOPOLOGY, word_counts=COUNTS),
+                                  vocabulary.Vocabulary(lexicon=tmp_path / "lexicon"))
     loglik_TP = spell(TOPOLOGY, ["O"], frames_per_state=4)
-    assert decoding.best_path(graph, loglik_TP, decoding.Search(1.0, 30.0, 1000)).words == ("O",)
+    assert words_of(evaluation.build_graph(changed, MADE), loglik_TP) == ("O",)
 
 
 def test_words_are_counted_and_stored() -> None:

@@ -1,5 +1,4 @@
-"""Background model, extractor and online extraction, against dense Gaussians and loops over frames.
-"""
+"""Background model, extractor and online extraction, against dense Gaussians and loops."""
 
 from __future__ import annotations
 
@@ -14,13 +13,11 @@ from ngsgd.asr import speech_set
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.ivectors import extractor as extractors
 from ngsgd.asr.ivectors import model as files
-from ngsgd.asr.ivectors import online, training, ubm
+from ngsgd.asr.ivectors import training, ubm
 from ngsgd.asr.ivectors.extractor import Extractor, Statistics
-from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel
-from ngsgd.asr.ivectors.online import IvectorStream
+from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel, IvectorStream
 from ngsgd.asr.ivectors.training import SpeakerMemory, extract, train
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
-from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig, IvectorConfig
 from ngsgd.errors import DataError
@@ -59,9 +56,6 @@ def statistics(made: list[tuple[np.ndarray, list[int]]], weight: float = 1.0) ->
     return Statistics(*map(torch.from_numpy, (count, first, second)))
 
 
-# The background model -----------------------------------------------------------------------------
-
-
 def test_densities_and_pruned_posteriors_are_their_definitions() -> None:
     mixture = DiagonalMixture(torch.tensor([0.2, 0.5, 0.3]).double(), torch.randn(3, 4).double(), torch.rand(3, 4).double() + 0.1)
     x_ND = torch.randn(20, 4).double()
@@ -97,9 +91,6 @@ def test_mixing_up_describes_clusters_as_well_as_they_can_be() -> None:
 def test_few_frames_make_few_gaussians() -> None:
     mixture = ubm.train(torch.randn(60, 2, generator=torch.Generator().manual_seed(0)), 64)
     assert 1 <= mixture.num_gaussians <= 6
-
-
-# The extractor ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1])
@@ -153,9 +144,7 @@ def test_the_floor_raises_only_smaller_values() -> None:
     np.testing.assert_allclose(found[1], raw[1], atol=1e-9)
 
 
-# Online -------------------------------------------------------------------------------------------
-
-CONFIG = IvectorConfig(dim=IVECTOR_DIM, period=4, max_count=1.5)
+CONFIG = IvectorConfig(dim=IVECTOR_DIM, period=4)
 RAW_DIM = 2
 ALL_SPEECH = cmvn.statistics(RANDOM.normal(1.0, 2.0, size=(50, RAW_DIM)))
 
@@ -164,8 +153,8 @@ ALL_SPEECH = cmvn.statistics(RANDOM.normal(1.0, 2.0, size=(50, RAW_DIM)))
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that matter in utterances of 26 frames."""
     for module, names in ((cmvn, {"WINDOW": 9, "SPEAKER_FRAMES": 5, "GLOBAL_FRAMES": 3}),
-                          (files, {"CONTEXT": 1, "NUM_GSELECT": 2, "MIN_POST": 0.05}),
-                          (online, {"MAX_REMEMBERED_FRAMES": 30.0})):
+                          (files, {"CONTEXT": 1, "NUM_GSELECT": 2, "MIN_POST": 0.05,
+                                   "MAX_REMEMBERED_FRAMES": 30.0, "MAX_COUNT": 1.5})):
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)
 
@@ -191,12 +180,12 @@ def by_loops(model: IvectorModel, said: list[np.ndarray]) -> list[np.ndarray]:
             normal_D, raw_D = (reference.spliced(one, t, files.CONTEXT) @ model.front.axes_CK.numpy()
                                for one in (frames_TD - means, frames_TD))
             log_I = reference.log_density(normal_D, mixture.weight_G.numpy(), mixture.mean_GD.numpy(), mixture.variance_GD.numpy())
-            post_I = config.posterior_scale * reference.pruned_posterior(log_I, files.NUM_GSELECT, files.MIN_POST)
+            post_I = files.POSTERIOR_SCALE * reference.pruned_posterior(log_I, files.NUM_GSELECT, files.MIN_POST)
             count_I, first_ID = count_I + post_I, first_ID + np.outer(post_I, raw_D)
             if t % config.period == 0:
                 rows.append(reference.estimate(extractor.M_IDS.numpy(), extractor.covariance_IDD.numpy(), OFFSET, count_I, first_ID,
-                                               config.max_count))
-        share = min(1.0, online.MAX_REMEMBERED_FRAMES * config.posterior_scale / count_I.sum())
+                                               files.MAX_COUNT))
+        share = min(1.0, files.MAX_REMEMBERED_FRAMES * files.POSTERIOR_SCALE / count_I.sum())
         count_I, first_ID = share * count_I, share * first_ID
         found.append(np.array(rows))
     return found
@@ -246,14 +235,15 @@ def test_an_ivector_is_known_as_soon_as_its_context_is() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_at_the_end_without_limits_it_is_the_posterior_of_the_utterance() -> None:
-    model = online_model(replace(CONFIG, period=1, max_count=0.0))
+def test_at_the_end_without_limits_it_is_the_posterior_of_the_utterance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_COUNT", 1e9)
+    model = online_model(replace(CONFIG, period=1))
     stream = IvectorStream(model)
     stream.accept(SAID[0])
     stream.finish()
     mean = model.front.mean(None).accept(SAID[0])
     z_TK, raw_TK = (model.front.project(one, np.arange(26)) for one in (SAID[0] - mean, SAID[0]))
-    post_TI = files.scaled_posteriors(model.ubm, z_TK, model.front.config)
+    post_TI = files.scaled_posteriors(model.ubm, z_TK)
     mean_US, _, _ = model.extractor.posterior(post_TI.sum(dim=0)[None], (post_TI.T @ raw_TK)[None])
     # float32
     np.testing.assert_allclose(stream.rows()[-1], mean_US[0] - OFFSET * torch.eye(IVECTOR_DIM)[0], rtol=1e-5, atol=1e-5)
@@ -271,12 +261,10 @@ def test_speakers_are_remembered_over_so_many_utterances() -> None:
     assert for_ever.before("a") == 1
 
 
-# All of it ----------------------------------------------------------------------------------------
-
-SMALL = IvectorConfig(dim=2, num_gaussians=4, num_iters=5, max_count=0.0, posterior_scale=1.0)
+SMALL = IvectorConfig(dim=2, num_gaussians=4)
 
 
-def speech_of_two() -> SpeechSet:
+def speech_of_two() -> speech_set.SpeechSet:
     """Sixteen utterances; one speaker's features lie 1 higher than the other's, in every sound."""
     random, sounds = np.random.default_rng(0), np.array([[0.0, 0.0, 0.0], [5.0, 0.0, -5.0], [0.0, 6.0, 3.0]])
     said = []
@@ -291,13 +279,13 @@ def test_a_trained_extractor_separates_speakers_after_mean_removal(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # few numbers, for speed
     monkeypatch.setattr(files, "CONTEXT", 1)
+    monkeypatch.setattr(files, "POSTERIOR_SCALE", 1.0)
     monkeypatch.setattr(training, "PCA_DIM", 4)
     speech = speech_of_two()
     model = train(speech, SMALL, lambda _: None)
     rows = list(extract(speech, model, most_utterances=1))
     assert [len(one) for one in rows] == [15] * 16
-    last_US = np.array([one[-1] for one in rows])
-    a, b = last_US[::2], last_US[1::2]
+    a, b = (np.array([one[-1] for one in rows[first::2]]) for first in (0, 1))
     spread_S = np.maximum(a.std(axis=0), b.std(axis=0))
     # one dimension is the speaker, another may not be
     assert (np.abs(a.mean(axis=0) - b.mean(axis=0)) / spread_S).max() > 8.0
@@ -309,7 +297,7 @@ def test_a_trained_extractor_separates_speakers_after_mean_removal(
     np.testing.assert_array_equal(list(extract(speech, kept, most_utterances=1))[3], rows[3])
 
 
-def test_gaussians_with_few_frames_are_ignored_and_too_many_are_reported() -> None:
+def test_gaussians_with_few_frames_are_ignored_and_too_many_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = statistics(utterances())
     rare = replace(found, count_UI=found.count_UI * torch.tensor([1.0, 1.0, 0.01]), first_UID=found.first_UID * torch.tensor(
         [1.0, 1.0, 0.01])[:, None], second_IDD=found.second_IDD * torch.tensor([1.0, 1.0, 0.01])[:, None, None])
@@ -318,8 +306,9 @@ def test_gaussians_with_few_frames_are_ignored_and_too_many_are_reported() -> No
     # its mean, along the transformed offset
     assert np.linalg.matrix_rank(extractor.M_IDS[2].numpy()) == 1
     assert np.linalg.matrix_rank(direction_IDS[0].numpy()) > 1
+    monkeypatch.setattr(files, "POSTERIOR_SCALE", 1e-4)
     with pytest.raises(DataError, match=r"num_gaussians.*4.*1000000 frames"):
-        train(speech_of_two(), replace(SMALL, posterior_scale=1e-4), lambda _: None)
+        train(speech_of_two(), SMALL, lambda _: None)
 
 
 def test_a_missing_file_or_wrong_dimension_is_reported(tmp_path: Path) -> None:

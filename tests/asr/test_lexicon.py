@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.asr.corpora import added, data_dir
-from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.asr.corpora import data_dir
 from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.asr.lang import lexicon, vocabulary
 from ngsgd.asr.lang.language import Language
@@ -58,12 +57,11 @@ def test_other_numbers_and_marks_are_one_error_with_the_line(text: str, tmp_path
 
 @pytest.mark.entry("Sp2")
 def test_digits_of_x_sampa_are_phones(tmp_path: Path) -> None:
-    found, said = read(tmp_path / "lexicon", "peu p 2\noeuf 9 f\n")
-    assert (found.phones, said) == (("2", "9", "f", "p"), [])
-    found, said = read(tmp_path / "lexicon", "oeuf 9 f\noeufs 2 z\n")
-    assert (found.phones, said) == (("2", "9", "f", "z"), [])
-    found, said = read(tmp_path / "lexicon", "alpha 10 11\nbeta 11 12\n")
-    assert (found.phones, said) == (("10", "11", "12"), [])
+    for text, phones in (("peu p 2\noeuf 9 f\n", ("2", "9", "f", "p")),
+                         ("oeuf 9 f\noeufs 2 z\n", ("2", "9", "f", "z")),
+                         ("alpha 10 11\nbeta 11 12\n", ("10", "11", "12"))):
+        found, said = read(tmp_path / "lexicon", text)
+        assert (found.phones, said) == (phones, [])
 
 
 @pytest.mark.entry("Sp2")
@@ -74,10 +72,9 @@ def test_comments_of_cmudict_are_skipped(tmp_path: Path) -> None:
 
 def test_a_dictionary_with_probabilities_is_found_by_its_usual_name(tmp_path: Path) -> None:
     (tmp_path / "dict").mkdir()
-    (tmp_path / "dict" / "lexiconp.txt").write_text("alpha 1.0 A\n")
-    assert lexicon.locate("", tmp_path) == tmp_path / "dict" / "lexiconp.txt"
-    (tmp_path / "dict" / "lexicon.txt").write_text("alpha A\n")
-    assert lexicon.locate("", tmp_path) == tmp_path / "dict" / "lexicon.txt"
+    for name in ("lexiconp.txt", "lexicon.txt"):
+        (tmp_path / "dict" / name).write_text("alpha A\n")
+        assert lexicon.locate("", tmp_path) == tmp_path / "dict" / name
 
 
 def test_numbers_of_a_lexicon_for_decoding_are_a_warning(tmp_path: Path) -> None:
@@ -92,10 +89,9 @@ def test_numbers_of_a_lexicon_for_decoding_are_a_warning(tmp_path: Path) -> None
                                              ("\u0645\u06cc\u200c\u062e", "\u0645\u06cc\u062e")])
 def test_words_that_look_the_same_are_named_by_their_code_points(word: str, known: str, tmp_path: Path) -> None:
     topology = Topology(("A",), {"x": (("A",),), known: (("A",),)})
-    one = UtteranceEntry("u1", "s1", (word,), Entry("a.ark:1", "feats.scp:1"), "text:1")
+    one = data_dir.UtteranceEntry("u1", "s1", (word,), Entry("a.ark:1", "feats.scp:1"), "text:1")
     (tmp_path / "words").write_text(f"{word}\n")
-    for check in (lambda: data_dir.check_words([one], topology.lexicon, Path("lexicon.txt")),
-                  lambda: added.check_words([one], topology, "digits"),
+    for check in (lambda: data_dir.check_words([one], topology.lexicon, "lexicon.txt", ""),
                   lambda: vocabulary.of_model(Language(topology), Vocabulary(words=tmp_path / "words"))):
         with pytest.raises(DataError) as caught:
             check()

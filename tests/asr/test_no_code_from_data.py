@@ -16,7 +16,7 @@ import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ import numpy as np
 import pytest
 
 from ngsgd import files
-from ngsgd.asr.corpora import alignments, cache, kaldi_dirs
-from ngsgd.asr.corpora.fsdd import source
+from ngsgd.asr.corpora import alignments, cache, fsdd, kaldi_dirs
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.kaldi_io.tables import write_matrices
 from ngsgd.asr.kaldi_io.transition_model import TransitionModel
@@ -38,11 +37,10 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.nnet3_examples import read_nnet3_examples
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
-from ngsgd.launcher.config import tuned_file
+from ngsgd.launcher.config import compose
 from ngsgd.models.nnet3.network import rebuild
 from ngsgd.models.nnet3.raw_models import model_from_bytes, vector_from_bytes
 from ngsgd.runs import config_file
-from ngsgd.runs.saved_config import read_config
 from ngsgd.schedules import Shard
 from tests.asr.made_up_speech import write_data
 from tests.models.test_nnet3 import SAMPLE
@@ -53,9 +51,8 @@ pytest.importorskip("kaldi_native_fbank")
 
 FEATURES = FeatureConfig(kind="mfcc", num_mel_bins=23, cmvn="speaker", sample_rate_hz=16000)
 GIVEN = replace(FEATURES, kind="given", cmvn="given")
-
-
-# payloads -----------------------------------------------------------------------------------------
+Plant = Callable[[Path, bytes], None]
+Read = Callable[[Path], object]
 
 
 class Canary:
@@ -89,19 +86,6 @@ PAYLOADS: dict[str, Callable[[Path], bytes]] = {
 }
 
 
-# formats ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a payload is planted in a folder of prepared and unprepared data, and the call that reads
-    it.
-    """
-
-    plant: Callable[[Path, bytes], None]
-    read: Callable[[Path], object]
-
-
 def config(folder: Path, **settings: Any) -> DataConfig:
     return replace(DataConfig(corpus="kaldi", source=str(folder / "mine")), **settings)
 
@@ -122,12 +106,14 @@ def read_arpa(folder: Path) -> object:
 
 
 def read_graph(folder: Path) -> object:
-    language = read_words_language(folder)
-    assert language.given is not None
-    return graphs.read(language.given)
+    (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\nYES 2\n")
+    (folder / "graph/tid2pdf").write_text("1 0\n2 1\n")
+    given = read_words(folder)[1].given
+    assert given is not None
+    return graphs.read(given)
 
 
-def value(name: str) -> Callable[[Path, bytes], None]:
+def value(name: str) -> Plant:
     """The payload instead of all fields of the first line but the key."""
     def plant(folder: Path, payload: bytes) -> None:
         first, *rest = (folder / name).read_bytes().splitlines()
@@ -135,17 +121,10 @@ def value(name: str) -> Callable[[Path, bytes], None]:
     return plant
 
 
-def content(name: str, before: bytes = b"") -> Callable[[Path, bytes], None]:
+def content(name: str, before: bytes = b"", pack: Callable[[bytes], bytes] = bytes) -> Plant:
     def plant(folder: Path, payload: bytes) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(before + payload)
-    return plant
-
-
-def packed(name: str, before: bytes) -> Callable[[Path, bytes], None]:
-    def plant(folder: Path, payload: bytes) -> None:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(gzip.compress(before + payload))
+        (folder / name).write_bytes(pack(before + payload))
     return plant
 
 
@@ -163,7 +142,7 @@ def in_npz(folder: Path, payload: bytes) -> None:
             archive.writestr(f"{name}.npy", payload)
 
 
-def in_cache(name: str) -> Callable[[Path, bytes], None]:
+def in_cache(name: str) -> Plant:
     """A file of a prepared corpus, with the digests that belong to the changed file."""
     def plant(folder: Path, payload: bytes) -> None:
         (folder / "corpus" / name).write_bytes(payload)
@@ -178,7 +157,7 @@ def read_examples(folder: Path) -> object:
     return reader.groups(), list(reader.minibatches(Shard(0, 0), 8, seed=0, outer_iter=0, job=0))
 
 
-def in_egs(name: str) -> Callable[[Path, bytes], None]:
+def in_egs(name: str) -> Plant:
     def plant(folder: Path, payload: bytes) -> None:
         directory = next(folder.glob("egs-*"))
         (directory / name).write_bytes(payload)
@@ -189,7 +168,7 @@ def in_egs(name: str) -> Callable[[Path, bytes], None]:
     return plant
 
 
-def lhotse(kind: str) -> Callable[[Path, bytes], None]:
+def lhotse(kind: str) -> Plant:
     def plant(folder: Path, payload: bytes) -> None:
         text = payload.decode(errors="replace")
         recording = {"id": "r", "sources": [{"type": kind, "channels": [0], "source": text}], "sampling_rate": 16000}
@@ -227,11 +206,7 @@ def read_model(folder: Path) -> object:
     return rebuild(model_from_bytes((folder / "final.raw").read_bytes()))
 
 
-def read_priors(folder: Path) -> object:
-    return vector_from_bytes((folder / "priors.vec").read_bytes())
-
-
-def read_words(folder: Path) -> object:
+def read_words(folder: Path) -> tuple[object, Language]:
     return kaldi_dirs.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())
 
 
@@ -242,57 +217,75 @@ def load_corpus(folder: Path) -> object:
         return None
 
 
-def read_words_language(folder: Path) -> Language:
-    (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\nYES 2\n")
-    (folder / "graph/tid2pdf").write_text("1 0\n2 1\n")
-    return kaldi_dirs.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())[1]
+def read_model_of_kaldi(folder: Path) -> object:
+    return TransitionModel.read(folder / "ali/final.mdl")
 
 
-FORMATS = {
-    **{table: Format(value(f"mine/train/{table}"), read_audio) for table in ("wav.scp", "segments", "text", "utt2spk")},
-    **{f"{table}, whole file": Format(content(f"mine/train/{table}"), read_audio)
+def aligned(name: str) -> Read:
+    return lambda folder: alignments.read(folder / name)
+
+
+def read_config_file(folder: Path) -> object:
+    return config_file.read_config(folder / "config.yaml")
+
+
+def read_nnet3(folder: Path) -> object:
+    return list(read_nnet3_examples(folder / "egs.ark"))
+
+
+# how a payload is planted in a folder of prepared and unprepared data, and the call that reads it
+FORMATS: dict[str, tuple[Plant, Read]] = {
+    **{table: (value(f"mine/train/{table}"), read_audio)
+       for table in ("wav.scp", "segments", "text", "utt2spk")},
+    **{f"{table}, whole file": (content(f"mine/train/{table}"), read_audio)
        for table in ("wav.scp", "segments", "text", "utt2spk", "train-s0-0.wav")},
-    **{table: Format(value(f"mine/train/{table}"), read_features) for table in ("feats.scp", "cmvn.scp")},
-    **{f"{table}, whole file": Format(content(f"mine/train/{table}"), read_features) for table in ("feats.scp", "cmvn.scp")},
-    "feats.ark": Format(in_archive, read_features),
-    "lexicon.txt": Format(value("mine/lexicon.txt"), read_audio),
-    "lexicon.txt, whole file": Format(content("mine/lexicon.txt"), read_audio),
-    "lm.arpa": Format(content("mine/lm.arpa"), read_arpa),
-    "lm.arpa, a word": Format(content("mine/lm.arpa", b"\\data\\\nngram 1=1\n\n\\1-grams:\n-1.0\t"), read_arpa),
-    "HCLG.fst": Format(content("graph/HCLG.fst"), read_graph),
-    "words.txt": Format(content("graph/words.txt", b"word "), read_words),
-    "tid2pdf": Format(content("graph/tid2pdf", b"1 "), read_words),
-    "final.mdl": Format(content("ali/final.mdl"), lambda folder: TransitionModel.read(folder / "ali/final.mdl")),
-    "final.mdl, text": Format(content("ali/final.mdl", b"<TransitionModel> <Topology> "),
-                              lambda folder: TransitionModel.read(folder / "ali/final.mdl")),
-    "ali.1.gz": Format(packed("ali/ali.1.gz", b"train-s0-0 "), lambda folder: alignments.read(folder / "ali")),
-    "ali.1.gz, text": Format(packed("ali/ali.1.gz", b"train-s0-0 1 2 "), lambda folder: alignments.read(folder / "ali")),
-    "ali.ark": Format(content("ali/ali.ark", b"train-s0-0 "), lambda folder: alignments.read(folder / "ali")),
-    "ali.txt": Format(content("ali.txt", b"train-s0-0 1 2 "), lambda folder: alignments.read(folder / "ali.txt")),
-    "ali.npz": Format(in_npz, lambda folder: alignments.read(folder / "ali.npz")),
-    "ali.npz, whole file": Format(content("ali.npz"), lambda folder: alignments.read(folder / "ali.npz")),
-    "nnet3 examples": Format(content("egs.ark", b"key "), lambda folder: list(read_nnet3_examples(folder / "egs.ark"))),
-    "nnet3 examples, matrix": Format(content("egs.ark", b"key \0B<Nnet3Eg> <NumIo> \4\1\0\0\0<NnetIo> input <I1V> \4\1\0\0\0\0"),
-                                     lambda folder: list(read_nnet3_examples(folder / "egs.ark"))),
-    "nnet3 model": Format(content("final.raw"), read_model),
-    "nnet3 model, component": Format(in_component, read_model),
-    "priors.vec": Format(content("priors.vec"), read_priors),
-    "corpus manifest": Format(content("corpus/manifest.json"), load_corpus),
-    **{f"corpus {name}": Format(in_cache(name), load_corpus)
+    **{table: (value(f"mine/train/{table}"), read_features) for table in ("feats.scp", "cmvn.scp")},
+    **{f"{table}, whole file": (content(f"mine/train/{table}"), read_features)
+       for table in ("feats.scp", "cmvn.scp")},
+    "feats.ark": (in_archive, read_features),
+    "lexicon.txt": (value("mine/lexicon.txt"), read_audio),
+    "lexicon.txt, whole file": (content("mine/lexicon.txt"), read_audio),
+    "lm.arpa": (content("mine/lm.arpa"), read_arpa),
+    "lm.arpa, a word": (content("mine/lm.arpa", b"\\data\\\nngram 1=1\n\n\\1-grams:\n-1.0\t"),
+                        read_arpa),
+    "HCLG.fst": (content("graph/HCLG.fst"), read_graph),
+    "words.txt": (content("graph/words.txt", b"word "), read_words),
+    "tid2pdf": (content("graph/tid2pdf", b"1 "), read_words),
+    "final.mdl": (content("ali/final.mdl"), read_model_of_kaldi),
+    "final.mdl, text": (content("ali/final.mdl", b"<TransitionModel> <Topology> "),
+                        read_model_of_kaldi),
+    "ali.1.gz": (content("ali/ali.1.gz", b"train-s0-0 ", gzip.compress), aligned("ali")),
+    "ali.1.gz, text": (content("ali/ali.1.gz", b"train-s0-0 1 2 ", gzip.compress), aligned("ali")),
+    "ali.ark": (content("ali/ali.ark", b"train-s0-0 "), aligned("ali")),
+    "ali.txt": (content("ali.txt", b"train-s0-0 1 2 "), aligned("ali.txt")),
+    "ali.npz": (in_npz, aligned("ali.npz")),
+    "ali.npz, whole file": (content("ali.npz"), aligned("ali.npz")),
+    "nnet3 examples": (content("egs.ark", b"key "), read_nnet3),
+    "nnet3 examples, matrix": (
+        content("egs.ark", b"key \0B<Nnet3Eg> <NumIo> \4\1\0\0\0<NnetIo> input <I1V> \4\1\0\0\0\0"),
+        read_nnet3),
+    "nnet3 model": (content("final.raw"), read_model),
+    "nnet3 model, component": (in_component, read_model),
+    "priors.vec": (content("priors.vec"),
+                   lambda folder: vector_from_bytes((folder / "priors.vec").read_bytes())),
+    "corpus manifest": (content("corpus/manifest.json"), load_corpus),
+    **{f"corpus {name}": (in_cache(name), load_corpus)
        for name in ("train.json", "train.features_TD.npy", "train.pdf_T.npy", "train.cmvn.npz")},
-    "info.json": Format(in_egs("info.json"), read_examples),
-    "utterances.json": Format(in_egs("utterances.json"), read_examples),
-    "example archive": Format(in_egs("egs.0000.safetensors"), read_examples),
-    "i-vector extractor": Format(content("x.safetensors"), lambda folder: extractor_file.read(
-        folder / "x.safetensors", IvectorConfig())),
-    "lhotse file": Format(lhotse("file"), read_lhotse),
-    "lhotse command": Format(lhotse("command"), read_lhotse),
-    "lhotse manifest": Format(content("mine/train/recordings.jsonl"), read_lhotse),
-    "tar of recordings": Format(in_tar, lambda folder: dict(source.wav_files(folder / "a.tar.gz"))),
-    "zip of recordings": Format(in_zip, lambda folder: dict(source.wav_files(folder / "a.zip"))),
-    "config.yaml": Format(content("config.yaml"), lambda folder: read_config(folder / "config.yaml")),
-    "config.yaml, a setting": Format(content("config.yaml", b"name: "), lambda folder: read_config(folder / "config.yaml")),
-    "tuned.yaml": Format(content("tuned.yaml"), lambda folder: tuned_file.expanded([f"tuned={folder / 'tuned.yaml'}"])),
+    "info.json": (in_egs("info.json"), read_examples),
+    "utterances.json": (in_egs("utterances.json"), read_examples),
+    "example archive": (in_egs("egs.0000.safetensors"), read_examples),
+    "i-vector extractor": (content("x.safetensors"),
+                           lambda folder: extractor_file.read(folder / "x.safetensors",
+                                                              IvectorConfig())),
+    "lhotse file": (lhotse("file"), read_lhotse),
+    "lhotse command": (lhotse("command"), read_lhotse),
+    "lhotse manifest": (content("mine/train/recordings.jsonl"), read_lhotse),
+    "tar of recordings": (in_tar, lambda folder: dict(fsdd.wav_files(folder / "a.tar.gz"))),
+    "zip of recordings": (in_zip, lambda folder: dict(fsdd.wav_files(folder / "a.zip"))),
+    "config.yaml": (content("config.yaml"), read_config_file),
+    "config.yaml, a setting": (content("config.yaml", b"name: "), read_config_file),
+    "tuned.yaml": (content("tuned.yaml"),
+                   lambda folder: compose.compose([f"tuned={folder / 'tuned.yaml'}"])),
 }
 
 
@@ -344,22 +337,20 @@ def test_prepared_data_is_read_without_canaries(folder: Path) -> None:
 def test_no_canary_is_executed(folder: Path, name: str, payload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     marker = folder.parent / "canary"
-    FORMATS[name].plant(folder, PAYLOADS[payload](marker))
+    plant, read = FORMATS[name]
+    plant(folder, PAYLOADS[payload](marker))
     outside = set(folder.parent.iterdir())
     with contextlib.suppress(NgsgdError):
-        FORMATS[name].read(folder)
+        read(folder)
     assert set(folder.parent.iterdir()) == outside, "a canary was executed, or a file was written outside"
 
 
 def test_canaries_can_be_executed(folder: Path) -> None:
     """By the reader that was used before, so the test above is able to fail."""
     marker = folder.parent / "canary"
-    for payload in ("pipe", "pickle of kaldiio"):
-        if payload == "pipe":
-            with pytest.raises(Exception):  # noqa: B017, PT011 - the command writes no matrix
-                kaldiio.load_mat(PAYLOADS[payload](marker).decode())
-        else:
-            (folder / "a.ark").write_bytes(PAYLOADS[payload](marker))
-            kaldiio.load_mat(str(folder / "a.ark"))
-        assert marker.exists()
-        marker.rmdir()
+    with pytest.raises(Exception):  # noqa: B017, PT011 - the command writes no matrix
+        kaldiio.load_mat(PAYLOADS["pipe"](marker).decode())
+    marker.rmdir()
+    (folder / "a.ark").write_bytes(PAYLOADS["pickle of kaldiio"](marker))
+    kaldiio.load_mat(str(folder / "a.ark"))
+    marker.rmdir()

@@ -35,8 +35,7 @@ def cut(samples: np.ndarray, rate_hz: int, chunk: int = 10_000) -> list[Stretch]
 def same(one: list[Stretch], other: list[Stretch]) -> bool:
     return len(one) == len(other) and all(
         a.first == b.first and np.array_equal(a.samples, b.samples)
-        for a, b in zip(one, other, strict=True)
-    )
+        for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("rate_hz", [8000, 16000, 11025, 22050])
@@ -48,30 +47,21 @@ def test_a_short_recording_stays_as_it_is(rate_hz: int) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 77, 240, 50_000])
 def test_the_size_of_chunks_changes_nothing(chunk: int) -> None:
-    samples = np.concatenate(
-        [noise(3.0, 8000), speech(5.0, 8000), noise(4.0, 8000), speech(3.0, 8000)]
-    )
+    samples = np.concatenate([noise(3.0, 8000), speech(5.0, 8000), noise(4.0, 8000),
+                              speech(3.0, 8000)])
     assert same(cut(samples, 8000, chunk), cut(samples, 8000, 3001))
 
 
 def test_long_silence_is_skipped_and_half_a_second_stays() -> None:
-    samples = np.concatenate(
-        [
-            noise(20.0, 8000),
-            speech(5.0, 8000),
-            noise(30.0, 8000),
-            speech(5.0, 8000),
-            noise(9.0, 8000),
-        ]
-    )
+    samples = np.concatenate([noise(20.0, 8000), speech(5.0, 8000), noise(30.0, 8000),
+                              speech(5.0, 8000), noise(9.0, 8000)])
     stretches = cut(samples, 8000)
     assert len(stretches) == 2
     for stretch, start_s in zip(stretches, (20.0, 55.0), strict=True):
+        end = stretch.first + len(stretch.samples)
         assert start_s - 3.0 < stretch.first / 8000 < start_s - 0.2
-        assert start_s + 5.0 < (stretch.first + len(stretch.samples)) / 8000 < start_s + 6.5
-        assert np.array_equal(
-            stretch.samples, samples[stretch.first : stretch.first + len(stretch.samples)]
-        )
+        assert start_s + 5.0 < end / 8000 < start_s + 6.5
+        assert np.array_equal(stretch.samples, samples[stretch.first:end])
 
 
 def test_speech_without_pauses_is_cut_into_limited_stretches_that_lose_nothing() -> None:

@@ -1,16 +1,20 @@
-"""Other words, grammars and language models at decoding time."""
+"""Other words, grammars and language models at decoding time, and n-grams estimated from text."""
 
+import itertools
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ngsgd.asr.corpora.digits.labels import TOPOLOGY
+from ngsgd.asr.corpora.digits import TOPOLOGY
 from ngsgd.asr.lang import arpa, grammar, graphs, ngram, vocabulary
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import DataError
 from tests.asr.decode.test_decoding import spell, words_of
+from tests.reference import witten_bell
 
 DIGITS = Language(TOPOLOGY)
 PAIRS = """#JSGF V1.0 UTF-8;
@@ -54,9 +58,7 @@ def recognized(language: Language, said: list[str]) -> list[str]:
 
 def test_a_grammar_allows_its_sentences_only(tmp_path: Path) -> None:
     pytest.importorskip("kaldi_decoder")
-    changed = vocabulary.of_model(
-        DIGITS, Vocabulary(grammar=write(tmp_path / "g", PAIRS))
-    )
+    changed = vocabulary.of_model(DIGITS, Vocabulary(grammar=write(tmp_path / "g", PAIRS)))
     for said in (["one", "two"], ["one", "two", "nine"], ["zero", "four", "three", "one"]):
         assert recognized(changed, said) == said
     assert len(recognized(changed, ["one", "two", "three"])) % 2 == 0
@@ -114,9 +116,49 @@ def test_unknown_words_are_counted() -> None:
 
 def test_n_gram_costs_back_off() -> None:
     model = ngram.parse(ARPA)
-    ln10 = 2.302585092994046
-    assert model.cost([arpa.BEGIN], "one") == pytest.approx(0.1 * ln10)
-    assert model.cost(["two", "one"], "two") == pytest.approx(0.2 * ln10)
-    # the weight of the history, then the unigram
-    assert model.cost(["one"], arpa.END) == pytest.approx((0.3 + 0.4) * ln10)
+    # the third: the weight of the history, then the unigram
+    for history, word, log10 in (([arpa.BEGIN], "one", 0.1), (["two", "one"], "two", 0.2),
+                                 (["one"], arpa.END, 0.3 + 0.4)):
+        assert model.cost(history, word) == pytest.approx(log10 * math.log(10))
     assert model.cost([], "three") > 50.0
+
+
+LETTERS = ("a", "b", "c", "d")
+
+
+def texts(seed: int, words: tuple[str, ...] = LETTERS) -> list[tuple[str, ...]]:
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.choice(words, rng.integers(0, 6))) for _ in range(12)]
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_probabilities_are_those_of_the_recursion_and_sum_to_one(order: int) -> None:
+    given = [text for seed in (1, 2) for text in texts(seed, ("a", "b", "c", "<unk>"))]
+    model = ngram.estimate(given, order=order, vocabulary=LETTERS)
+    targets = [*LETTERS, "<unk>", "</s>"]
+    for length in range(3):
+        for history in itertools.product(("<s>", *LETTERS), repeat=length):
+            found = [math.exp(-model.cost(history, word)) for word in targets]
+            expected = [witten_bell.probability(given, history, word, order=order,
+                                                vocabulary=LETTERS) for word in targets]
+            # float64 sums of at most six logarithms
+            np.testing.assert_allclose(found, expected, rtol=1e-12)
+            np.testing.assert_allclose(sum(found), 1.0, rtol=1e-12)
+
+
+def test_a_model_read_back_from_arpa_has_its_costs() -> None:
+    model = ngram.estimate(texts(3), order=3, vocabulary=LETTERS)
+    read = ngram.parse(model.to_arpa())
+    assert set(read.entries) == set(model.entries)
+    for gram, values in model.entries.items():
+        # seven decimals of a logarithm to base 10
+        np.testing.assert_allclose(read.entries[gram], values, atol=2e-7)
+
+
+def test_perplexity_counts_ends_and_omits_unknown_words() -> None:
+    model = ngram.estimate([("a",), ("a",)], order=1, vocabulary=("a",))
+    # a and </s>, each 1/2
+    perplexity, num_unknown = model.perplexity([("a", "z"), ()])
+    assert perplexity == pytest.approx(2.0) and num_unknown == 1
+    with pytest.raises(DataError):
+        ngram.estimate([], order=2, vocabulary=LETTERS)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from ngsgd.asr import bundle_files
+from ngsgd.asr import bundle
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.lang.language import Language
@@ -39,7 +39,7 @@ def say(words: Sequence[str], seed: int = 0, rate_hz: int = RATE_HZ) -> npt.NDAr
 
 def write(path: Path, features: FeatureConfig = FEATURES, **changes: Any) -> Path:
     """A bundle in one file."""
-    bundle_files.write_file(path, content(features, **changes))
+    bundle.write_file(path, content(features, **changes))
     return path
 
 
@@ -51,20 +51,13 @@ def content(features: FeatureConfig = FEATURES, **about_changes: Any) -> dict[st
     return with_index(model_files, features, all_speech)
 
 
-def with_index(
-    model_files: Mapping[str, bytes], features: FeatureConfig, all_speech: cmvn.Stats
-) -> dict[str, bytes]:
+def with_index(model_files: Mapping[str, bytes], features: FeatureConfig,
+               all_speech: cmvn.Stats) -> dict[str, bytes]:
     """The files with an index that lists them."""
-    index = bundle_files.index_of(
-        model_files,
-        language=LANGUAGE,
-        features=features,
-        decode=DecodeConfig(),
-        weights=DecodingWeights(0.3, 1.0),
-        all_speech=all_speech,
-        provenance={"corpus": "made-up speech"},
-    )
-    return {**model_files, bundle_files.INDEX: index.encode()}
+    index = bundle.index_of(model_files, language=LANGUAGE, features=features, decode=DecodeConfig(),
+                            weights=DecodingWeights(0.3, 1.0), all_speech=all_speech,
+                            provenance={"corpus": "made-up speech"})
+    return {**model_files, bundle.INDEX: index.encode()}
 
 
 @functools.cache
@@ -83,24 +76,14 @@ def _trained(features: FeatureConfig) -> tuple[dict[str, bytes], cmvn.Stats]:
         nn.functional.cross_entropy(model(x_NI), y_N).backward()
         optimizer.step()
     prior_P = np.bincount(y_N.numpy(), minlength=LANGUAGE.num_pdfs) / len(y_N)
-    about = {
-        "model": asdict(MODEL),
-        "num_inputs": WINDOW.num_inputs,
-        **WINDOW._asdict(),
-        "num_classes": LANGUAGE.num_pdfs,
-        "priors": prior_P.tolist(),
-        "stage": None,
-        "class_counts": [],
-    }
-    return {
-        "model.json": json.dumps(about).encode(),
-        "model.safetensors": save(model.state_dict()),
-    }, all_speech
+    about = {"model": asdict(MODEL), "num_inputs": WINDOW.num_inputs, **WINDOW._asdict(),
+             "num_classes": LANGUAGE.num_pdfs, "priors": prior_P.tolist(), "stage": None, "class_counts": []}
+    files = {"model.json": json.dumps(about).encode(), "model.safetensors": save(model.state_dict())}
+    return files, all_speech
 
 
-def _utterance(
-    rng: np.random.Generator, features: FeatureConfig
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def _utterance(rng: np.random.Generator,
+               features: FeatureConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """(features, HMM state of each frame): loud frames are a word's, a third for each state."""
     words = made_up_speech.draw_words(rng, 6)
     raw_TD = filterbank.extract(made_up_speech.say(words, rng), features)
@@ -113,17 +96,14 @@ def _utterance(
     return raw_TD, state_T
 
 
-def _normalized(
-    raw_TD: npt.NDArray[np.float32], features: FeatureConfig, all_speech: cmvn.Stats
-) -> npt.NDArray[np.float32]:
+def _normalized(raw_TD: npt.NDArray[np.float32], features: FeatureConfig,
+                all_speech: cmvn.Stats) -> npt.NDArray[np.float32]:
     if features.cmvn != "online":
         return cmvn.normalized(raw_TD, cmvn.statistics(raw_TD))
     mean_TD = cmvn.OnlineMean(all_speech).accept(raw_TD)
-    deviation_D = cmvn.mean_and_deviation(all_speech)[1]
-    return np.asarray((raw_TD - mean_TD) / deviation_D, np.float32)
+    return np.asarray((raw_TD - mean_TD) / cmvn.mean_and_deviation(all_speech)[1], np.float32)
 
 
 def _spliced(normal_TD: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    at_TW = np.arange(len(normal_TD))[:, None] + np.arange(-2, 3)
-    x_TWD = normal_TD[at_TW.clip(0, len(normal_TD) - 1)]
-    return np.asarray(x_TWD.reshape(len(normal_TD), -1), np.float32)
+    at_TW = (np.arange(len(normal_TD))[:, None] + np.arange(-2, 3)).clip(0, len(normal_TD) - 1)
+    return np.asarray(normal_TD[at_TW].reshape(len(normal_TD), -1), np.float32)

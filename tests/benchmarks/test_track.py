@@ -1,4 +1,4 @@
-"""The rule of the optimizer track, its data, its runs and its page."""
+"""The optimizer track: rule, data, runs and page; and the rates of docs/preconditioners.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.learning import Frames
+from benchmarks.preconditioner_rates import best, held_out_loss
 from benchmarks.track import board, rule
 from benchmarks.track.entries import ENTRIES
 from benchmarks.track.tasks import MINIBATCH, minibatches
@@ -55,9 +56,6 @@ def test_the_sweep_finds_the_best_rate_within_its_number_of_runs(best: float) ->
 def test_the_search_finds_the_shortest_length(needed: int) -> None:
     wanted = next(steps for steps in rule.LENGTHS if steps >= needed)
     assert rule.shortest(lambda steps: steps >= needed) == wanted
-
-
-def test_no_length_is_found_if_the_longest_does_not_count() -> None:
     assert rule.shortest(lambda steps: False) is None
 
 
@@ -72,9 +70,8 @@ def test_windows_repeat_the_frames_at_the_edges_of_an_utterance() -> None:
     x_NW, pdfs_N = frames.minibatch(torch.tensor([0, 199, 200]))
     plain, _ = frames.minibatch(torch.arange(600))
     own = plain.view(600, 4, 3)[:, 1]
-    torch.testing.assert_close(x_NW.view(3, 4, 3)[0], torch.stack([own[0], own[0], own[1], own[2]]))
-    torch.testing.assert_close(x_NW.view(3, 4, 3)[1], torch.stack([own[198], own[199], own[199], own[199]]))
-    torch.testing.assert_close(x_NW.view(3, 4, 3)[2], torch.stack([own[200], own[200], own[201], own[202]]))
+    expected = [[0, 0, 1, 2], [198, 199, 199, 199], [200, 200, 201, 202]]
+    torch.testing.assert_close(x_NW.view(3, 4, 3), own[torch.tensor(expected)])
     assert pdfs_N.tolist() == frames.pdfs_T[[0, 199, 200]].tolist()
 
 
@@ -112,3 +109,9 @@ def test_the_page_matches_the_results(tmp_path: Path) -> None:
     page.write_text(kept, encoding="utf-8")
     board.write(page)
     assert page.read_text(encoding="utf-8") == kept, "benchmarks/track/RESULTS.md: run python -m benchmarks.track board"
+
+
+def test_the_best_rate_is_one_that_does_not_diverge() -> None:
+    small = {"num_steps": 5, "width": 8}
+    assert held_out_loss("kfac", 1e6, 0, **small) == float("inf")
+    assert best("kfac", rates=(0.001, 1e6), seeds=(0,), **small).startswith("0.001 |")

@@ -1,2 +1,1 @@
-"""Fault injection: the component, the time and the kind of each fault, and invariants afterwards.
-"""
+"""Fault injection: component, time and kind of each fault, and invariants afterwards."""

@@ -12,15 +12,13 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from tests.chaos.cases import BEYOND, MATRIX, Case, Seen
+from tests.chaos.cases import BEYOND, MATRIX, Seen
 from tests.chaos.trials import try_case
 
 _BEGIN, _END = "<!-- table of make chaos -->", "<!-- end of the table -->"
 _TITLE = ("| who | when | how | outcome | recovery s | bitwise identical |", "|---|---|---|---|---|---|")
-_UNEQUAL = "Failed: "
 
 
 def main() -> int:
@@ -31,40 +29,25 @@ def main() -> int:
     chosen = [case for case in (*MATRIX, *BEYOND) if asked.only in str(case)]
     began, rows, failed = time.monotonic(), list(_TITLE), []
     for case in chosen:
-        row, is_fine = _try(case)
-        print(row, flush=True)
-        rows.append(row)
-        failed += [] if is_fine else [str(case)]
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            try:
+                seen = try_case(case, Path(folder) / "run")
+            except Exception as error:   # whatever it is, the other cases are worth running
+                first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+                seen = Seen(f"**Failed: {first_line[:200]}**", False)
+                failed.append(str(case))
+        recovery = "" if seen.recovery_s is None else f"{seen.recovery_s:.2f}"
+        how = f"{case.how} ({case.setting})" if case.setting else case.how
+        cells = (case.who, case.when, how, seen.outcome, recovery, "yes" if seen.is_equal else "no")
+        rows.append(f"| {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
     summary = f"{len(chosen) - len(failed)} of {len(chosen)} cases passed, {time.monotonic() - began:.0f} s."
     print(summary, *failed, sep="\n")
     if asked.write:
-        _write(asked.write, [*rows, "", summary])
+        before, _, rest = asked.write.read_text().partition(_BEGIN)
+        table = "\n".join([_BEGIN, "", *rows, "", summary, "", _END])
+        asked.write.write_text(before + table + rest.partition(_END)[2])
     return bool(failed)
-
-
-def _try(case: Case) -> tuple[str, bool]:
-    """A row of the table, and whether the case passed."""
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        try:
-            seen = try_case(case, Path(folder) / "run")
-        except Exception as error:   # whatever it is, the other cases are worth running
-            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            seen = Seen(f"**{_UNEQUAL}{first_line[:200]}**", False)
-    return " ".join(_cells(case, seen)), not seen.outcome.startswith(f"**{_UNEQUAL}")
-
-
-def _cells(case: Case, seen: Seen) -> Iterator[str]:
-    recovery = "" if seen.recovery_s is None else f"{seen.recovery_s:.2f}"
-    how = f"{case.how} ({case.setting})" if case.setting else case.how
-    for cell in (case.who, case.when, how, seen.outcome, recovery, "yes" if seen.is_equal else "no"):
-        yield f"| {cell}"
-    yield "|"
-
-
-def _write(path: Path, lines: list[str]) -> None:
-    before, _, rest = path.read_text().partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    path.write_text(before + "\n".join([_BEGIN, "", *lines, "", _END]) + after)
 
 
 if __name__ == "__main__":

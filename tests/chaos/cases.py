@@ -52,56 +52,29 @@ class Seen:
     """The outcome of a case; a case that fails raises AssertionError."""
 
     outcome: str                    # in words
-    # whether the final model is bitwise that of the run without faults
-    is_equal: bool
+    is_equal: bool  # whether the final model is bitwise that of the run without faults
     # from the fault to the next try, or until a resumed run works again; None: nothing waited
     recovery_s: float | None = None
 
 
-def worker_cases() -> Iterator[Case]:
-    for (row, when), (column, how) in product(enumerate(WORKER_WHEN), enumerate(WORKER_HOW)):
-        yield Case("worker", when, how, (row + column) % 4 == 0)
+def _product(who: str, whens: tuple[str, ...], hows: tuple[str, ...], every: int) -> Iterator[Case]:
+    """All combinations, with a diagonal for every test run."""
+    for (row, when), (column, how) in product(enumerate(whens), enumerate(hows)):
+        yield Case(who, when, how, (row + column) % every == 0)
 
 
-def repeated_cases() -> Iterator[Case]:
-    """Beyond the matrix."""
-    for setting, (when, how) in product((*OUTER, *POLICIES), _REPEATED):
-        yield Case("worker", when, how, (when, how) == _REPEATED[0], setting)
-
-
-def result_cases() -> Iterator[Case]:
-    yield from (Case("result", "arriving", how, True) for how in RESULT_HOW)
-
-
-def coordinator_cases() -> Iterator[Case]:
-    for (row, when), (column, how) in product(enumerate(COORDINATOR_WHEN), enumerate(COORDINATOR_HOW)):
-        yield Case("coordinator", when, how, (row + column) % 2 == 0)
-
-
-def service_cases() -> Iterator[Case]:
-    """Beyond the matrix: the same through the command `ngsgd train cluster=local`."""
-    for when, how in (("waiting", "SIGTERM"), ("before rename", "SIGKILL"), ("final combine", "SIGKILL")):
-        yield Case("service", when, how, False)
-
-
-def storage_cases() -> Iterator[Case]:
-    for (row, when), (column, how) in product(enumerate(STORAGE_WHEN), enumerate(STORAGE_HOW)):
-        yield Case("storage", when, how, (row + column) % 3 == 0)
-
-
-def ray_cases() -> Iterator[Case]:
-    yield from (Case("ray", when, how, False) for when, how in product(RAY_WHEN, RAY_HOW))
-
-
-def combined_cases() -> Iterator[Case]:
-    yield from (Case("combined", "mid shard", how, how != "churn") for how in COMBINED_HOW)
-
-
-def machine_cases() -> Iterator[Case]:
-    yield from (Case("machine", "mid shard", how, True) for how in MACHINE_HOW)
-    yield from (Case("fork server", when, how, True) for when, how in FORK_SERVER)
-
-
-MATRIX = (*worker_cases(), *result_cases(), *coordinator_cases(), *storage_cases(), *ray_cases(), *combined_cases(),
-          *machine_cases())
-BEYOND = (*repeated_cases(), *service_cases())
+MATRIX = (
+    *_product("worker", WORKER_WHEN, WORKER_HOW, 4),
+    *(Case("result", "arriving", how, True) for how in RESULT_HOW),
+    *_product("coordinator", COORDINATOR_WHEN, COORDINATOR_HOW, 2),
+    *_product("storage", STORAGE_WHEN, STORAGE_HOW, 3),
+    *(Case("ray", when, how, False) for when, how in product(RAY_WHEN, RAY_HOW)),
+    *(Case("combined", "mid shard", how, how != "churn") for how in COMBINED_HOW),
+    *(Case("machine", "mid shard", how, True) for how in MACHINE_HOW),
+    *(Case("fork server", when, how, True) for when, how in FORK_SERVER))
+BEYOND = (
+    *(Case("worker", when, how, (when, how) == _REPEATED[0], setting)
+      for setting, (when, how) in product((*OUTER, *POLICIES), _REPEATED)),
+    # the same through the command `ngsgd train cluster=local`
+    *(Case("service", when, how, False) for when, how in (
+        ("waiting", "SIGTERM"), ("before rename", "SIGKILL"), ("final combine", "SIGKILL"))))

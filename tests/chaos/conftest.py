@@ -14,8 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the others away altogether: a test that is skipped would look like one that is missing.
-    """
+    """Deselect the others: a test that is skipped would look like one that is missing."""
     if config.getoption("--all-chaos"):
         return
     later = [item for item in items if "only_when_asked" in item.keywords]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import sys
@@ -41,9 +42,7 @@ class Ordeal:
     make_worker: MakeWorker = Worker
 
     def run(self, meanwhile: Callable[[int], None] = lambda coordinator: None) -> int | None:
-        """Its exit code; minus a signal's number if that ended it. `meanwhile` receives its process
-        id.
-        """
+        """Return its exit code, negative for a signal; `meanwhile` receives its process id."""
         process = multiprocessing.get_context("forkserver").Process(target=_coordinate, args=(self,))
         process.start()
         try:
@@ -88,53 +87,37 @@ def break_coordinator(fault: Fault) -> None:
 
     def it_saves(store: CheckpointStore, progress: Any, *_: Any, **__: Any) -> bool:
         return bool(progress.outer_iter == at)
-    points: dict[str, Callable[[], None]] = {
-        "plan": lambda: strike_before(Ledger, "planned", lambda _, plan: plan.outer_iter == at, fault),
-        "dispatch": lambda: strike_before(Ledger, "submitted", lambda _, job: job.outer_iter == at, fault),
-        "waiting": lambda: strike_before(ProcessPool, "wait", it_runs, fault),
-        "first result in": lambda: strike_after(Dispatcher, "_take", lambda _, round_, result: result.job.outer_iter == at, fault),
-        "averaging": lambda: strike_before(OuterOptimizer, "step", it_averages, fault),
-        "outer step": lambda: strike_after(OuterOptimizer, "step", it_averages, fault),
-        "before tmp": lambda: strike_before(CheckpointStore, "save", it_saves, fault),
-        "in tmp": lambda: strike_after(CheckpointStore, "_write", lambda _, folder, __: is_there in str(folder), fault),
-        "before rename": lambda: strike_before(Path, "rename", lambda _, target: Path(target).name == is_there, fault),
-        "before ledger line": lambda: strike_after(CheckpointStore, "save", it_saves, fault),
-        "broadcast": lambda: strike_before(ProcessPool, "publish", _Count(at), fault),
-        "final combine": lambda: None}
-    points[fault.when]()
+    calls = itertools.count()
+    # owner and name of a method, when it is its turn, and whether to strike after its work
+    points: dict[str, tuple[Any, str, Callable[..., bool], bool]] = {
+        "plan": (Ledger, "planned", lambda _, plan: plan.outer_iter == at, False),
+        "dispatch": (Ledger, "submitted", lambda _, job: job.outer_iter == at, False),
+        "waiting": (ProcessPool, "wait", it_runs, False),
+        "first result in": (Dispatcher, "_take", lambda *given: given[2].job.outer_iter == at,
+                            True),
+        "averaging": (OuterOptimizer, "step", it_averages, False),
+        "outer step": (OuterOptimizer, "step", it_averages, True),
+        "before tmp": (CheckpointStore, "save", it_saves, False),
+        "before ledger line": (CheckpointStore, "save", it_saves, True),
+        "in tmp": (CheckpointStore, "_write", lambda _, folder, __: is_there in str(folder), True),
+        "before rename": (Path, "rename", lambda _, target: Path(target).name == is_there, False),
+        "broadcast": (ProcessPool, "publish", lambda *_: next(calls) == at, False)}
+    if fault.when != "final combine":
+        owner, name, is_time, after = points[fault.when]
+        strike_at(owner, name, is_time, fault, after=after)
 
 
-class _Count:
-    """True at call number `chosen`, from 0."""
-
-    def __init__(self, chosen: int) -> None:
-        self.left = chosen
-
-    def __call__(self, *_: Any) -> bool:
-        self.left -= 1
-        return self.left == -1
-
-
-def strike_before(owner: Any, name: str, is_time: Callable[..., bool], fault: Fault) -> None:
-    """Strikes before a method does its work."""
+def strike_at(owner: Any, name: str, is_time: Callable[..., bool], fault: Fault, *,
+              after: bool = False) -> None:
+    """Strike before or after a method does its work."""
     whole = getattr(owner, name)
 
     @functools.wraps(whole)
     def broken(*arguments: Any, **named: Any) -> Any:
-        if is_time(*arguments, **named):
+        if not after and is_time(*arguments, **named):
             fault.strike()
-        return whole(*arguments, **named)
-    setattr(owner, name, broken)
-
-
-def strike_after(owner: Any, name: str, is_time: Callable[..., bool], fault: Fault) -> None:
-    """Strikes when a method has done its work."""
-    whole = getattr(owner, name)
-
-    @functools.wraps(whole)
-    def broken(*arguments: Any, **named: Any) -> Any:
         found = whole(*arguments, **named)
-        if is_time(*arguments, **named):
+        if after and is_time(*arguments, **named):
             fault.strike()
         return found
     setattr(owner, name, broken)

@@ -1,6 +1,4 @@
-"""Where and how a process breaks: faults that really happen, once each, and leave a mark that they
-did.
-"""
+"""Where and how a process breaks: real faults, once each, which leave a mark."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Fault:
     others_wait: bool = False
 
     def strike(self) -> bool:
-        """Breaks this process as planned; returns, if it does at all, whether it was this fault's
-        turn.
-        """
+        """Break this process as planned; return, if at all, whether it was this fault's turn."""
         for number in range(self.num_times):
             try:
                 descriptor = os.open(f"{self.mark}.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -53,7 +49,7 @@ class Fault:
                 continue
             os.write(descriptor, f"{os.getpid()} {time.time()}".encode())
             os.close(descriptor)
-            _WAYS[self.how]()
+            _break(self.how)
             return True
         return False
 
@@ -73,33 +69,21 @@ class Fault:
         return found
 
 
-def _kill_with(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
-def _raise(error: BaseException) -> Callable[[], None]:
-    def raise_it() -> None:
-        raise error
-    return raise_it
-
-
-def _deadlock() -> None:
-    """Sleeps for good and keeps the interpreter's lock: no other thread and no signal handler gets
-    a turn.
-    """
-    library = ctypes.PyDLL(None)
-    while True:
-        library.pause()
-
-
-def _nothing() -> None:
-    """What breaks is done where the fault struck."""
-
-
-_WAYS: dict[str, Callable[[], None]] = {
-    "SIGKILL": _kill_with(signal.SIGKILL), "SIGSTOP": _kill_with(signal.SIGSTOP), "SIGTERM": _kill_with(signal.SIGTERM),
-    "exception": _raise(RuntimeError("an error made by the test")), "MemoryError": _raise(MemoryError("no memory, says the test")),
-    "exit 0": lambda: sys.exit(0), "deadlock": _deadlock, "slow": lambda: time.sleep(SLOW_S)}
+def _break(how: str) -> None:
+    """Break this process; "nothing" is done where the fault struck."""
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, how))
+    elif how == "exception":
+        raise RuntimeError("an error made by the test")
+    elif how == "MemoryError":
+        raise MemoryError("no memory, says the test")
+    elif how == "exit 0":
+        sys.exit(0)
+    elif how == "slow":
+        time.sleep(SLOW_S)
+    # keeps the interpreter's lock: no other thread and no signal handler gets a turn
+    while how == "deadlock":
+        ctypes.PyDLL(None).pause()
 
 
 @dataclass(frozen=True)
@@ -230,9 +214,6 @@ def _marked(fault: Fault) -> bool:
     return replace(fault, how="nothing").strike()
 
 
-_WAYS["nothing"] = _nothing
-
-
 def _spoil_messages(worker: SpoilingWorker) -> None:
     """Damages results in transit."""
     fault, send = worker.fault, Messages.send
@@ -243,7 +224,7 @@ def _spoil_messages(worker: SpoilingWorker) -> None:
             send(messages, message)
             return
         assert isinstance(message, JobResult)
-        for one in _SPOILT[fault.how](message):
+        for one in _spoilt(fault.how, message):
             send(messages, one)
     Messages.send = spoiling_send  # type: ignore[method-assign, assignment]
 
@@ -255,34 +236,21 @@ class _BentRef(SharedRef):
         return super().read().reshape(1, -1)
 
 
-def _truncated(result: JobResult) -> list[object]:
-    assert isinstance(result.sent, SharedRef)
-    return [replace(result, sent=replace(result.sent, size=7))]
-
-
-def _flipped(result: JobResult) -> list[object]:
-    result.sent.read().view(np.uint32)[3] ^= 1 << 22
+def _spoilt(how: str, result: JobResult) -> list[object]:
+    """The messages that arrive instead of a result."""
+    sent = result.sent
+    assert isinstance(sent, SharedRef)
+    if how == "truncated":
+        return [replace(result, sent=replace(sent, size=7))]
+    if how == "wrong shape":
+        return [replace(result, sent=_BentRef(sent.path, sent.inode, sent.size))]
+    if how == "wrong outer iteration":
+        return [replace(result, job=replace(result.job, outer_iter=result.job.outer_iter - 1))]
+    if how == "duplicate":
+        return [result, result]
+    if how == "after abandonment":
+        # first the job is reported as failed: its later result belongs to an abandoned attempt
+        return [JobFailure(result.job, result.worker, "gave up, says the test", False), result]
+    assert how == "bit flip"
+    sent.read().view(np.uint32)[3] ^= 1 << 22
     return [result]
-
-
-def _two_dimensional(result: JobResult) -> list[object]:
-    assert isinstance(result.sent, SharedRef)
-    return [replace(result, sent=_BentRef(result.sent.path, result.sent.inode, result.sent.size))]
-
-
-def _of_another_time(result: JobResult) -> list[object]:
-    return [replace(result, job=replace(result.job, outer_iter=result.job.outer_iter - 1))]
-
-
-def _twice(result: JobResult) -> list[object]:
-    return [result, result]
-
-
-def _late(result: JobResult) -> list[object]:
-    """First the job is reported as failed; its later result belongs to an abandoned attempt."""
-    return [JobFailure(result.job, result.worker, "gave up, says the test", False), result]
-
-
-_SPOILT: dict[str, Callable[[JobResult], list[object]]] = {
-    "truncated": _truncated, "bit flip": _flipped, "wrong shape": _two_dimensional, "wrong outer iteration": _of_another_time,
-    "duplicate": _twice, "after abandonment": _late}

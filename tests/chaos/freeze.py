@@ -69,7 +69,11 @@ def trial(seconds: float, times: int, who: str, folder: Path) -> list[str]:
     found += [] if len(num_processes) == times else [f"it was over after {len(num_processes)} freezes"]
     (run,) = service.runs("frozen")
     (whole,) = service.runs("undisturbed")
-    found += _problems(run, whole)
+    found += judge.finished_run(run, final=final_hash(run), expected=final_hash(whole))
+    found += judge.not_counted(run / "ledger.jsonl")
+    found += [f"incident: {one['message']}" for one in events(run, "incident")]
+    ledger = read_json_lines(run / "ledger.jsonl")
+    found += [f"job {line['job']} failed" for line in ledger if line["event"] == "failed"]
     found += [f"process {process} is left" for process in tagged(tag)]
     return found
 
@@ -84,12 +88,6 @@ def _freeze_in_turns(service: Service, process: subprocess.Popen[str], tag: str,
         with contextlib.suppress(AssertionError):  # the process has ended, which the caller reports
             service.wait_for_outer_iteration(before, "frozen", process)
     return found
-
-
-def _problems(run: Path, whole: Path) -> list[str]:
-    return [*judge.finished_run(run, final=final_hash(run), expected=final_hash(whole)), *judge.not_counted(run / "ledger.jsonl"),
-            *(f"incident: {one['message']}" for one in events(run, "incident")),
-            *(f"job {line['job']} failed" for line in read_json_lines(run / "ledger.jsonl") if line["event"] == "failed")]
 
 
 def main() -> int:

@@ -34,38 +34,18 @@ _SETTLE_S = 15.0        # for processes that were stopped, on a busy machine
 _NOISE_S = 4.0          # by which a pause may exceed its deadline on such a machine
 
 
-def _children() -> list[int]:
-    return [child.pid for child in psutil.Process().children(recursive=True)]
-
-
-def _is_tagged(process: int, tag: str) -> bool:
-    try:
-        return f"{TAG}={tag}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def tagged(tag: str) -> list[int]:
     """The processes of a case."""
-    return [process for process in psutil.pids() if _is_tagged(process, tag)]
-
-
-def _command(process: int) -> str:
-    try:
-        return " ".join(psutil.Process(process).cmdline())[:80]
-    except psutil.Error:
-        return "(gone)"
-
-
-def _is_of_multiprocessing(process: int) -> bool:
-    """The one fork server and resource tracker that Python keeps for this very process; they end
-    with it.
-    """
-    try:
-        one = psutil.Process(process)
-        return one.ppid() == os.getpid() and any("multiprocessing" in word for word in one.cmdline())
-    except psutil.Error:
-        return False
+    found = []
+    for process in psutil.pids():
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            found += [process] if f"{TAG}={tag}".encode() in variables else []
+    return found
 
 
 def _once_settled(look: Callable[[], list[str]]) -> list[str]:
@@ -107,7 +87,7 @@ class Surroundings:
     """The state before a case; `problems()` lists the leftovers (I8)."""
 
     tag: str = ""
-    processes: set[int] = field(default_factory=lambda: set(_children()))
+    processes: set[int] = field(default_factory=_children)
     shared: set[str] = field(default_factory=_shared_objects)
     memory: Counter[str] = field(default_factory=_shared_memory)
     ports: set[int] = field(default_factory=_listening)
@@ -121,10 +101,16 @@ class Surroundings:
         return [*found, *judge.temporary_files(folder)]
 
     def _processes_left(self) -> list[str]:
-        left = set(_children()) - self.processes
-        if self.tag:
-            left |= set(tagged(self.tag))
-        return [f"{process} {_command(process)}" for process in left if not _is_of_multiprocessing(process)]
+        found = []
+        for process in (_children() - self.processes) | set(tagged(self.tag) if self.tag else ()):
+            command, parent = "(gone)", 0
+            with contextlib.suppress(psutil.Error):
+                one = psutil.Process(process)
+                command, parent = " ".join(one.cmdline()), one.ppid()
+            # the fork server and the resource tracker of this process end with it
+            if parent != os.getpid() or "multiprocessing" not in command:
+                found.append(f"{process} {command[:80]}")
+        return found
 
 
 def problems(run: Run, *, pause_s: float | None = None, within: str = "") -> list[str]:
@@ -149,9 +135,7 @@ def final_hash(run: Run) -> str:
 
 
 def num_recomputed(run: Run) -> Counter[int]:
-    """For each outer iteration how often its work was begun again; one that was only planned has
-    cost nothing.
-    """
+    """How often the work of each outer iteration was begun again; plans cost nothing."""
     begun = Counter(line["outer_iter"] for line in read_json_lines(run.ledger_path)
                     if line["event"] == "submitted" and (line["job"], line["attempt"]) == (0, 1))
     return begun - Counter(dict.fromkeys(begun, 1))
@@ -163,7 +147,8 @@ def _models_that_cannot_be_recomputed(run: Run) -> Iterator[str]:
     layout = run.store.layout
     fresh = build_model(run.config.model, info.num_inputs, info.num_classes, run.config.seed)
     optimizer = OuterOptimizer(make_rule(run.config.outer), layout.flatten(fresh.state_dict()))
-    returns = "move" if run.config.outer.overlap else "parameters"
+    outer = run.config.outer
+    returns = "move" if outer.overlap and outer.kind != "streaming" else "parameters"
     for one in read(run.ledger_path):
         accepted = sorted(one.accepted, key=lambda entry: int(entry["job"]))
         vectors: list[Vector] = [np.load(run.folder / "kept" / f"{entry['digest']}.npy") for entry in accepted]
@@ -176,9 +161,7 @@ def _models_that_cannot_be_recomputed(run: Run) -> Iterator[str]:
 
 
 def _too_many_lines(run: Run) -> Iterator[str]:
-    """One line for each outer iteration, and one for each event; a pool wrapper must not add its
-    own.
-    """
+    """One line for each outer iteration and event; a pool wrapper must not add its own."""
     events = Counter(line["event"] for line in read_json_lines(run.ledger_path))
     num_events = sum(events[name] for name in ("failed", "rejected", "rolled_back", "discarded"))
     # the others have no line in the ledger: no job was concerned

@@ -1,6 +1,4 @@
-"""A machine that stands still, and a fork server that hangs, dies, or leaves a worker that was
-being born.
-"""
+"""A machine that stands still, and a fork server that hangs or dies, also during a start."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ngsgd.cluster.fork_server import read_process_id
-from ngsgd.config import FailureConfig, RunConfig
-from ngsgd.files import read_json_lines
+from ngsgd.config import FailureConfig
 from ngsgd.training.job import Job
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
@@ -42,9 +39,10 @@ _LOST = {"failed", "dropped", "quarantined", "deferred", "rejected"}
 def try_machine(case: Case, folder: Path) -> Seen:
     """Freezes of all processes, of the coordinator, or of its workers."""
     who = case.how.removeprefix("freeze of ")
-    run_config = _long(trials.settings(failure=FailureConfig(hang_timeout_s=_DEADLINE_S)))
+    plain = trials.settings(failure=FailureConfig(hang_timeout_s=_DEADLINE_S))
+    run_config = replace(plain, schedule=replace(plain.schedule, num_epochs=2.0))
     fault = Fault("final combine", "nothing", str(folder / "ended"))
-    ordeal = Ordeal(folder, run_config, fault, uuid.uuid4().hex, Paced())
+    ordeal = Ordeal(folder, run_config, fault, uuid.uuid4().hex, Paced)
     run, around = trials.run_in(folder, run_config), Surroundings(tag=ordeal.tag)
     families: list[set[int]] = []
 
@@ -138,22 +136,12 @@ def _try_birth(folder: Path) -> Seen:
     return Seen("none is left, resumed", True, min(at_s for _, _, at_s in pool.submitted) - began)
 
 
-@dataclass(frozen=True)
-class Paced:
-    """Makes workers whose minibatches last a while, so that a freeze finds them at work."""
+class Paced(Worker):
+    """Its minibatches last a while, so that a freeze finds it at work."""
 
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        return _PacedWorker(spec, index)
-
-
-class _PacedWorker(Worker):
     def _train(self, *arguments: object) -> None:
         super()._train(*arguments)  # type: ignore[arg-type]
         time.sleep(_MINIBATCH_S)
-
-
-def _long(run_config: RunConfig) -> RunConfig:
-    return replace(run_config, schedule=replace(run_config.schedule, num_epochs=2.0))
 
 
 def _wait_until(is_so: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
@@ -164,5 +152,4 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
 
 
 def _has_committed(run: Run, num_outer_iters: int) -> bool:
-    lines = read_json_lines(run.ledger_path) if run.ledger_path.exists() else []
-    return [line["event"] for line in lines].count("committed") >= num_outer_iters
+    return run.ledger_path.exists() and trials.all_events(run).count("committed") >= num_outer_iters

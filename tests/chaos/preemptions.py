@@ -21,26 +21,24 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import OptimizerConfig, RunConfig
-from ngsgd.errors import RunInterrupted
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.event_log import read_events
-from ngsgd.training.task import Batch, TaskSpec
-from ngsgd.training.worker import Place, Worker, never, np_empty
+from ngsgd.training.task import Batch
+from ngsgd.training.worker import Place, never, np_empty
 from tests.chaos import soak
 from tests.chaos.invariants import Surroundings
 from tests.chaos.recorded import RecordedRun
-from tests.chaos.steady import Steady, SteadyWorker
+from tests.chaos.steady import SteadyWorker
 from tests.toy import Run
 
 NOTICE_S, BETWEEN_S = 2.0, 90.0
@@ -50,17 +48,9 @@ _SEEDS = (0, 1, 2, 3, 4)
 _STEP_S = 0.02
 
 
-@dataclass(frozen=True)
-class Counting:
-    """Makes workers that write a line per minibatch: its outer iteration and its samples."""
+class CountingWorker(SteadyWorker):
+    """Writes a line per minibatch: its outer iteration and its samples."""
 
-    steady: Steady
-
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        return _CountingWorker(spec, index, self.steady)
-
-
-class _CountingWorker(SteadyWorker):
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         self._outer_iter = job.outer_iter
         return super().run(job, place, should_stop)
@@ -68,7 +58,7 @@ class _CountingWorker(SteadyWorker):
     def _train(self, *arguments: Any) -> None:
         super()._train(*arguments)
         batch: Batch = arguments[1]
-        with (Path(self.how.folder) / f"trained-{os.getpid()}").open("a") as file:
+        with (self.folder / f"trained-{os.getpid()}").open("a") as file:
             file.write(f"{self._outer_iter} {batch.num_examples}\n")
 
 
@@ -83,35 +73,20 @@ def trained_in(folder: Path) -> Counter[int]:
 
 
 @dataclass
-class Preemptions:
-    """Preempts workers in a thread of the coordinator; the stop signal of the run."""
+class Preemptions(soak.Trouble):
+    """Preempts workers."""
 
-    plan: soak.Plan
-    pool: ProcessPool
     num_notices: int = 0
     num_killed: int = 0
-    _over: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> None:
-        self.began = time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._over.set()
-        self._thread.join()
 
     def requested(self) -> bool:
         return time.monotonic() - self.began > self.plan.faulty_s
 
-    def expired(self) -> bool:
-        return False
-
-    def _run(self) -> None:
+    def go_on(self) -> None:
         chance = random.Random(self.plan.seed)
         due = [time.monotonic() + chance.expovariate(1.0 / BETWEEN_S) for _ in range(self.plan.num_workers)]
         kills: list[tuple[float, int]] = []
-        while not self._over.wait(_STEP_S) and not self.requested():
+        while not self.over.wait(_STEP_S) and not self.requested():
             now = time.monotonic()
             for worker, at in enumerate(due):
                 if now >= at:
@@ -150,39 +125,23 @@ def objf_of(run: Run) -> float:
     return run.spec.task().evaluate(run.model).valid.objf
 
 
-def undisturbed(settings: RunConfig, folder: Path, seed: int, num_outer_iters: int) -> Run:
-    """A run of as many outer iterations in one process, without sleep."""
-    folder.mkdir()
-    run = Run(folder, replace(settings, seed=seed))
-    with contextlib.suppress(RunInterrupted):
-        run.train(run.in_process(), soak.StopAfter(run, num_outer_iters))
-    return run
-
-
 def storm(plan: soak.Plan, snapshots: str, folder: Path) -> list[str]:
     """Run it, print the figures and return the problems."""
     settings, around = config_of(plan, snapshots), Surroundings()
     faulty = folder / "faulty"
     faulty.mkdir()
     run = RecordedRun(faulty, settings)
-    how = Counting(Steady(str(faulty), plan.job_s * _MINIBATCH / _JOB))
-    pool = ProcessPool(run.spec, plan.num_workers, 1, run.store.layout.size, log_directory=faulty / "workers", make_worker=how)
-    preemptions, begin = Preemptions(plan, pool), pool.start
-
-    def start() -> None:
-        begin()
-        preemptions.start()
-    pool.start = start  # type: ignore[method-assign]
-    with contextlib.suppress(RunInterrupted):
-        run.train(pool, preemptions)
-    preemptions.join()
+    how = partial(CountingWorker, folder=faulty, minibatch_s=plan.job_s * _MINIBATCH / _JOB)
+    preemptions = Preemptions(plan, soak.pool_of(plan, run, how), faulty)
+    preemptions.train(run)
     problems = audit(run.ledger_path) + around.problems(faulty)
     events = [event for event in read_events(run.files.events) if event["event"] == "outer_iteration"]
     counted = sum(job["num_frames"] for event in events for job in event["jobs"] if job["accepted"])
     finished = {event["outer_iter"] for event in events}
     trained = sum(number for outer_iter, number in trained_in(faulty).items() if outer_iter in finished)
     objf = objf_of(run)
-    others = [undisturbed(settings, folder / str(seed), seed, len(events)) for seed in _SEEDS]
+    others = [soak.undisturbed(replace(settings, seed=seed), folder / str(seed), len(events))
+              for seed in _SEEDS]
     objfs = [objf_of(other) for other in others]
     is_same = objf == objfs[0]
     print(f"preemptions             {preemptions.num_notices} in {plan.faulty_s:.0f} s, {preemptions.num_killed} killed after "

@@ -41,11 +41,10 @@ _AT = (2, 1)
 
 
 def try_ray(case: Case, folder: Path) -> Seen:
-    """The run continues, or its process ends in time and the run is resumed; either way no bit is
-    lost.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    within = Run(_made(folder / "whole"), _config("")).train().model_sha256
+    """The run continues, or its process ends in time and it is resumed, without a lost bit."""
+    for name in ("whole", "run"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    within = Run(folder / "whole", _config("")).train().model_sha256
     tag = uuid.uuid4().hex
     around = Surroundings(tag=tag)
     words = [sys.executable, "-m", "tests.chaos.ray_trials", case.when, case.how, str(folder)]
@@ -70,11 +69,6 @@ def try_ray(case: Case, folder: Path) -> Seen:
     assert latest is not None and latest.model_sha256 == within
     assert audit(run.ledger_path) == []
     return Seen(outcome, True, recovery_s)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _config(address: str) -> RunConfig:
@@ -106,7 +100,7 @@ def _main() -> None:
 
 def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
     from ngsgd.launcher.ray.pool import RayPool
-    run = RecordedRun(_made(folder / "run"), _config(cluster.address))
+    run = RecordedRun(folder / "run", _config(cluster.address))
     ways: dict[str, Callable[[RayPool], None]] = {
         "kill raylet": _kill_raylet, "object store full": _fill_store, "head restart": lambda pool: _restart_head(cluster)}
 

@@ -62,8 +62,7 @@ _LINES_AROUND = 20    # that a command prints before the first outer iteration a
 
 @functools.cache
 def _whole_run() -> tuple[Service, Path, object]:
-    """A run that nobody disturbed, and the folder that holds it for as long as this program runs.
-    """
+    """An undisturbed run, and the folder that holds it while this program runs."""
     keeper = tempfile.TemporaryDirectory(prefix="chaos-service-")
     service = Service(Path(keeper.name))
     done = service.call("cluster=in_process", "name=whole")
@@ -74,12 +73,12 @@ def _whole_run() -> tuple[Service, Path, object]:
 def _main() -> None:
     when, how, mark = sys.argv[1:4]
     from ngsgd.launcher import cli
-    from ngsgd.pipeline import finish
-    from tests.chaos.coordinator import break_coordinator, strike_before
+    from ngsgd.pipeline import run as pipeline_run
+    from tests.chaos.coordinator import break_coordinator, strike_at
     fault = Fault(when, how, mark)
     break_coordinator(fault)
     if when == "final combine":
-        strike_before(finish, "save_final", lambda *_: True, fault)
+        strike_at(pipeline_run, "save_final", lambda *_: True, fault)
     sys.argv = ["ngsgd", *sys.argv[4:]]
     sys.exit(cli.main())
 

@@ -22,11 +22,14 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ngsgd.cluster.process_pool import ProcessPool
+from ngsgd.cluster.worker_process import MakeWorker
 from ngsgd.config import ClusterConfig, FailureConfig, RunConfig
 from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
@@ -34,13 +37,12 @@ from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.audit import audit
 from tests import judge
 from tests.chaos.invariants import Surroundings, final_hash
-from tests.chaos.steady import Steady
+from tests.chaos.steady import SteadyWorker
 from tests.toy import Recorder, Run, config
 
 KINDS = ("SIGKILL",) * 7 + ("SIGSTOP", "SIGTERM", "exception")   # kill -9 mostly
 _NUM_MINIBATCHES = 5           # of a job
-# after which a stopped process is sent a SIGCONT, if it is still there
-_WAKE_S = 5.0
+_WAKE_S = 5.0  # after which a stopped process is sent a SIGCONT, if it is still there
 
 
 @dataclass(frozen=True)
@@ -89,28 +91,56 @@ def _listed(counts: Counter[str]) -> str:
 
 
 @dataclass
-class BadLuck:
-    """Injects faults in a thread until it is stopped, and ends the run when its time is over."""
+class Trouble(ABC):
+    """Injects faults in a thread of the coordinator, and ends the run when its time is over."""
 
     plan: Plan
     pool: ProcessPool
     folder: Path
-    # kind, seconds since the beginning
-    faults: list[tuple[str, float]] = field(default_factory=list)
-    _over: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event, kw_only=True)
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Inject faults until `over` is set."""
+
+    @abstractmethod
+    def requested(self) -> bool:
+        """Whether the time is over."""
+
+    def expired(self) -> bool:
+        return False
 
     def start(self) -> None:
+        """Begin; the pool is complete."""
         self.began = time.monotonic()
-        self._thread = threading.Thread(target=self._go_on, daemon=True)
-        self._thread.start()
 
-    def join(self) -> None:
-        self._over.set()
-        self._thread.join()
+    def train(self, run: Run) -> None:
+        """Train until the time is over: there is more data than time."""
+        begin, thread = self.pool.start, threading.Thread(target=self.go_on, daemon=True)
+
+        def start() -> None:
+            begin()
+            self.start()
+            thread.start()
+        self.pool.start = start  # type: ignore[method-assign]
+        try:
+            with contextlib.suppress(RunInterrupted):
+                run.train(self.pool, self)
+        finally:
+            self.over.set()
+            if thread.ident:
+                thread.join()
+
+
+@dataclass
+class BadLuck(Trouble):
+    """Faults in stretches."""
+
+    # kind, seconds since the beginning
+    faults: list[tuple[str, float]] = field(default_factory=list)
 
     def stretch(self, at_s: float) -> tuple[int, bool]:
-        """(number, whether it has faults) of the stretch at a time; quiet ones come first and last.
-        """
+        """(number, whether it has faults) of a stretch; quiet ones come first and last."""
         quiet_s, faulty_s = self.plan.quiet_s / (self.plan.num_stretches + 1), self.plan.faulty_s / self.plan.num_stretches
         number, rest_s = divmod(at_s, quiet_s + faulty_s)
         return int(number), rest_s >= quiet_s
@@ -118,14 +148,11 @@ class BadLuck:
     def requested(self) -> bool:
         return time.monotonic() - self.began > self.plan.faulty_s + self.plan.quiet_s
 
-    def expired(self) -> bool:
-        return False
-
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         chance = random.Random(self.plan.seed)
         due_s = chance.uniform(*self.plan.between_faults_s) / 2    # of time with faults
         spent_s, step_s = 0.0, 0.02
-        while not self._over.wait(step_s):
+        while not self.over.wait(step_s):
             now_s = time.monotonic() - self.began
             spent_s += step_s * self.stretch(now_s)[1]
             if self.stretch(now_s)[1] and spent_s >= due_s and not self.requested():
@@ -143,15 +170,14 @@ def strike(pool: ProcessPool, folder: Path, kind: str, index: int) -> None:
     process_id = pool.process_ids()[index]
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, getattr(signal, kind))
+
+    def wake() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGCONT)
     if kind == "SIGSTOP":
-        waker = threading.Timer(_WAKE_S, _wake, (process_id,))
+        waker = threading.Timer(_WAKE_S, wake)
         waker.daemon = True
         waker.start()
-
-
-def _wake(process_id: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process_id, signal.SIGCONT)
 
 
 class Times(Recorder):
@@ -166,9 +192,7 @@ class Times(Recorder):
 
 
 class StopAfter:
-    """Ends a run after so many outer iterations, counted in its folder: records come later, with
-    their diagnostics.
-    """
+    """Ends a run after so many outer iterations, counted in its folder; records come later."""
 
     def __init__(self, run: Run, num_outer_iters: int) -> None:
         self.newest = run.store.directory / f"iter-{num_outer_iters - 1:06d}"
@@ -181,47 +205,35 @@ class StopAfter:
 
 
 def soak(plan: Plan, folder: Path) -> Report:
-    """Runs it; takes `faulty_s` and `quiet_s`, and as long again as the run without faults and
-    without sleep.
-    """
-    around = Surroundings()
-    run, times = make_run(plan, folder / "faulty")
-    pool = ProcessPool(run.spec, plan.num_workers, 1, run.store.layout.size, log_directory=run.folder / "workers",
-                       make_worker=steady_of(plan, run.folder))
-    luck = BadLuck(plan, pool, run.folder)
-    begin = pool.start
-
-    def start() -> None:
-        begin()
-        luck.start()
-    pool.start = start  # type: ignore[method-assign]
+    """Run it for `faulty_s` and `quiet_s`, and again without faults and without sleep."""
+    around, times = Surroundings(), Times()
+    (folder / "faulty").mkdir(parents=True)
+    run = Run(folder / "faulty", config_of(plan))
+    run.recorder = times
+    luck = BadLuck(plan, pool_of(plan, run, steady(plan, run.folder)), run.folder)
     found = []
     try:
-        run.train(pool, luck)
-    except RunInterrupted:   # as it should: there is more data than time
-        pass
+        luck.train(run)
     except NgsgdError as error:
         found.append(f"the run ended: {error}")
-    luck.join()
     found += audit(run.ledger_path) + around.problems(run.folder)
     found += judge.not_counted(run.ledger_path)
-    found += judge.same_model(final_hash(run), hash_without_faults(plan, folder / "whole", len(times.commits)))
+    whole = undisturbed(run.config, folder / "whole", len(times.commits))
+    found += judge.same_model(final_hash(run), final_hash(whole))
     reasons = Counter(re.sub(r"^process \d+ ", "", line["reason"])
                       for line in read_json_lines(run.ledger_path) if line["event"] == "failed")
     kinds = Counter(kind for kind, _ in luck.faults)
     return Report(kinds, *_speeds(luck, times), len(times.commits), reasons, found)
 
 
-def steady_of(plan: Plan, folder: Path) -> Steady:
+def steady(plan: Plan, folder: Path, kind: type[SteadyWorker] = SteadyWorker) -> MakeWorker:
     """Makes workers whose jobs last as long as those of the plan."""
-    return Steady(str(folder), plan.job_s / _NUM_MINIBATCHES)
+    return partial(kind, folder=folder, minibatch_s=plan.job_s / _NUM_MINIBATCHES)
 
 
-def make_run(plan: Plan, folder: Path) -> tuple[Run, Times]:
-    folder.mkdir(parents=True)
-    run, times = Run(folder, config_of(plan)), Times()
-    run.recorder = times
-    return run, times
+def pool_of(plan: Plan, run: Run, make_worker: MakeWorker) -> ProcessPool:
+    return ProcessPool(run.spec, plan.num_workers, 1, run.store.layout.size,
+                       log_directory=run.folder / "workers", make_worker=make_worker)
 
 
 def config_of(plan: Plan) -> RunConfig:
@@ -234,19 +246,17 @@ def config_of(plan: Plan) -> RunConfig:
                    failure=FailureConfig(hang_timeout_s=plan.hang_timeout_s))
 
 
-def hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:
-    """Of the same number of outer iterations, on two workers that do not sleep."""
-    run, _ = make_run(plan, folder)
-    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size)
+def undisturbed(settings: RunConfig, folder: Path, num_outer_iters: int) -> Run:
+    """A run of as many outer iterations in one process, without sleep."""
+    folder.mkdir()
+    run = Run(folder, settings)
     with contextlib.suppress(RunInterrupted):
-        run.train(pool, StopAfter(run, num_outer_iters))
-    return final_hash(run)
+        run.train(run.in_process(), StopAfter(run, num_outer_iters))
+    return run
 
 
 def _speeds(luck: BadLuck, times: Times) -> tuple[dict[str, float], list[float]]:
-    """Jobs averaged per second, with faults and without; and the ratio for each stretch with
-    faults.
-    """
+    """Jobs averaged per second, with faults and without; the ratio of each stretch with faults."""
     seconds: dict[tuple[int, bool], float] = {}
     jobs: dict[tuple[int, bool], float] = {}
     before = luck.began

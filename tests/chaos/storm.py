@@ -30,18 +30,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import OptimizerConfig, RunConfig
-from ngsgd.errors import RunInterrupted
 from ngsgd.files import JsonLines, read_json_lines
 from ngsgd.launcher.reports.efficiency import Efficiency, efficiency_of
 from ngsgd.training.storage.audit import audit
@@ -50,14 +47,12 @@ from tests import judge
 from tests.chaos import soak
 from tests.chaos.invariants import TAG, Surroundings, final_hash
 from tests.chaos.recorded import RecordedRun
-from tests.chaos.steady import Marking, mark_of
-from tests.toy import Run
+from tests.chaos.steady import MarkingWorker, mark_of
 
 COORDINATOR = "coordinator"
 KINDS = (*soak.KINDS, COORDINATOR)
 _STEP_S = 0.002
-# after the last fault, for the recovery
-_REST_S = 15.0
+_REST_S = 15.0  # after the last fault, for the recovery
 _INTERRUPTED, _KILLED = 130, -9
 # without a main module of the file system, which each worker would import
 _COORDINATE = "import sys; sys.argv[0] = 'storm'; from tests.chaos.storm import main; sys.exit(main())"
@@ -78,13 +73,11 @@ class Fault:
     kind: str
     worker: int
     at: float                       # unix time
-    # outer iteration, job, attempt; None if the worker was idle
-    lost: tuple[int, int, int] | None
+    lost: tuple[int, int, int] | None  # outer iteration, job, attempt; None if the worker was idle
     outer_iter: int
     recovery_s: float = math.nan
     all_ready_s: float = math.nan
-    # of the next outer iteration
-    num_counted: int = 0
+    num_counted: int = 0  # of the next outer iteration
     num_contributors: int = 0
 
 
@@ -96,14 +89,12 @@ def drawn(plan: soak.Plan, num_faults: int) -> list[tuple[float, str, int]]:
 
 
 @dataclass
-class Storm:
-    """Injects faults in a thread of the coordinator and observes the pool; the stop signal of the
-    run. A file has the faults so far, because the coordinator is among its victims.
+class Storm(soak.Trouble):
+    """Injects faults and observes the pool.
+
+    A file has the faults so far, because the coordinator is among its victims.
     """
 
-    plan: soak.Plan
-    pool: ProcessPool
-    folder: Path
     due: list[tuple[float, str, int]]
 
     def start(self) -> None:
@@ -113,26 +104,14 @@ class Storm:
         self.began = float(began.read_text())
         self.lines = JsonLines(self.folder / "faults.jsonl")
         del self.due[:sum("kind" in line for line in read_json_lines(self.folder / "faults.jsonl"))]
-        # the pool is complete when this is called
         self.lines.append({"all_ready": time.time()})
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._inject, daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._over.set()
-        self._thread.join()
-        self.lines.close()
 
     def requested(self) -> bool:
         return time.time() - self.began > self.plan.faulty_s + _REST_S
 
-    def expired(self) -> bool:
-        return False
-
-    def _inject(self) -> None:
+    def go_on(self) -> None:
         was_short = False
-        while not self._over.wait(_STEP_S):
+        while not self.over.wait(_STEP_S):
             if self.due and time.time() - self.began >= self.due[0][0]:
                 self._strike(*self.due.pop(0)[1:])
                 was_short = False
@@ -155,18 +134,10 @@ class Storm:
 def coordinate(plan: soak.Plan, folder: Path, num_faults: int) -> int:
     """Train in this process until it is killed or time is over; return the exit code."""
     run = RecordedRun(folder, config_of(plan))
-    pool = ProcessPool(run.spec, plan.num_workers, 1, run.store.layout.size, log_directory=folder / "workers",
-                       make_worker=Marking(soak.steady_of(plan, folder)))
-    storm, begin = Storm(plan, pool, folder, drawn(plan, num_faults)), pool.start
-
-    def start() -> None:
-        begin()
-        storm.start()
-    pool.start = start  # type: ignore[method-assign]
-    # as it should: there is more data than time
-    with contextlib.suppress(RunInterrupted):
-        run.train(pool, storm)
-    storm.join()
+    pool = soak.pool_of(plan, run, soak.steady(plan, folder, MarkingWorker))
+    storm = Storm(plan, pool, folder, drawn(plan, num_faults))
+    storm.train(run)
+    storm.lines.close()
     return _INTERRUPTED
 
 
@@ -219,47 +190,34 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def storm_of(plan: soak.Plan, folder: Path, num_faults: int, command: Sequence[str]) -> Report:
-    """Run the coordinator until it ends of itself, and compare with a run without faults
-    and without sleep.
-    """
+    """Run the coordinator until it ends by itself, and compare with an undisturbed run."""
     faulty = folder / "faulty"
     faulty.mkdir()
     tag = uuid.uuid4().hex
     around = Surroundings(tag)
-    codes = list(_codes([*command, "--part", str(faulty)], folder / "output", tag))
+    codes = [_KILLED]
+    # start the coordinator until it is not killed
+    while codes[-1] == _KILLED:
+        with (folder / "output").open("a") as file:
+            ended = subprocess.run([*command, "--part", str(faulty)], env={**os.environ, TAG: tag},
+                                   stdout=file, stderr=file, check=False)
+        codes.append(ended.returncode)
     load = os.getloadavg()[0]
     # from the first job, with the restarts of the coordinator
     seconds = (faulty / "ledger.jsonl").stat().st_mtime - float((faulty / "began").read_text())
     run = RecordedRun(faulty, config_of(plan))
     events = [event for event in read_events(run.files.events) if event["event"] == "outer_iteration"]
     ends = [0.0, *(event["elapsed_s"] for event in events)]
-    report = Report(plan, faults_of(faulty, events), efficiency_of(events), len(codes) - 1, seconds,
+    report = Report(plan, faults_of(faulty, events), efficiency_of(events), len(codes) - 2, seconds,
                     statistics.median(b - a for a, b in itertools.pairwise(ends)), load)
     if codes[-1] != _INTERRUPTED:
         report.problems.append(f"the run ended with {codes[-1]}: {(folder / 'output').read_text()[-2000:]}")
     report.problems += audit(run.ledger_path) + around.problems(faulty) + judge.not_counted(run.ledger_path)
     if [event["outer_iter"] for event in events] != list(range(len(events))):
         report.problems.append("events.jsonl does not have each outer iteration once")
-    report.problems += judge.same_model(final_hash(run), hash_without_faults(plan, folder / "whole", len(events)))
+    whole = soak.undisturbed(run.config, folder / "whole", len(events))
+    report.problems += judge.same_model(final_hash(run), final_hash(whole))
     return report
-
-
-def hash_without_faults(plan: soak.Plan, folder: Path, num_outer_iters: int) -> str:
-    """Of the same number of outer iterations, in one process."""
-    folder.mkdir()
-    run = Run(folder, config_of(plan))
-    with contextlib.suppress(RunInterrupted):
-        run.train(run.in_process(), soak.StopAfter(run, num_outer_iters))
-    return final_hash(run)
-
-
-def _codes(command: Sequence[str], output: Path, tag: str) -> Iterator[int]:
-    """Start the coordinator until it is not killed; yield how each ended."""
-    code = _KILLED
-    while code == _KILLED:
-        with output.open("a") as file:
-            code = subprocess.run(command, env={**os.environ, TAG: tag}, stdout=file, stderr=file, check=False).returncode
-        yield code
 
 
 def faults_of(folder: Path, events: Sequence[dict[str, Any]]) -> list[Fault]:

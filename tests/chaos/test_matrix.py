@@ -1,5 +1,4 @@
-"""The fault matrix: everything that can break, at every point, with real signals to real processes.
-"""
+"""The fault matrix: everything that can break, at every point, with real signals."""
 
 from __future__ import annotations
 

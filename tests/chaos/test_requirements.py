@@ -15,7 +15,8 @@ import time
 import tracemalloc
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError
 from ngsgd.files import read_json_lines
-from ngsgd.ops.averaging import weighted_mean
+from ngsgd.optim.outer import Average, OuterInfo, OuterOptimizer
 from ngsgd.training.job import Job, JobInit, JobResult, Outcome, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.audit import audit
@@ -44,21 +45,12 @@ from tests.toy import Run
 pytestmark = pytest.mark.faults
 
 
-@dataclass(frozen=True)
-class Straggles:
-    """Makes workers of which one takes `factor` times as long as the others."""
-
-    factor: float
-    index: int = 1
-
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        return Straggler(spec, index, self.factor if index == self.index else 1.0)
-
-
 class Straggler(Worker):
+    """Worker 1 takes `factor` times as long as the others."""
+
     def __init__(self, spec: TaskSpec, index: int, factor: float) -> None:
         super().__init__(spec, index)
-        self.factor = factor
+        self.factor = factor if index == 1 else 1.0
 
     def _train(self, *arguments: object) -> None:
         super()._train(*arguments)  # type: ignore[arg-type]
@@ -68,7 +60,7 @@ class Straggler(Worker):
 @pytest.mark.parametrize("factor", [1.12, 10.0])
 def test_a_straggler_that_lives_is_never_dropped(tmp_path: Path, factor: float) -> None:
     run = run_in(tmp_path, patient(many_workers()))
-    around, pool = Surroundings(), WatchedPool(run, make_worker=Straggles(factor))
+    around, pool = Surroundings(), WatchedPool(run, make_worker=partial(Straggler, factor=factor))
     run.train(pool)
     check(run, around, within=reference(many_workers()))
     assert all(record.num_accepted == record.num_jobs for record in run.recorder.records[:-1])
@@ -131,23 +123,19 @@ class StopsBeforeLargeJobs(WatchedPool):
         super().submit(job)
 
 
-@dataclass(frozen=True)
-class HangsAtStart:
-    """Makes workers of which one never becomes ready the first time."""
-
-    fault: Fault
-
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        if index == 1:
-            self.fault.strike()
-        return Worker(spec, index)
+def hangs_at_start(spec: TaskSpec, index: int, fault: Fault) -> Worker:
+    """Make workers of which one never becomes ready the first time."""
+    if index == 1:
+        fault.strike()
+    return Worker(spec, index)
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "MemoryError", "exit 0"])
 def test_a_worker_that_fails_while_it_starts_gets_another_try(tmp_path: Path, how: str) -> None:
     run = run_in(tmp_path, settings())
     fault = Fault("start", how, str(tmp_path / "struck"))
-    around, pool = Surroundings(), WatchedPool(run, make_worker=HangsAtStart(fault))
+    around, pool = Surroundings(), WatchedPool(run,
+                                make_worker=partial(hangs_at_start, fault=fault))
     run.train(pool)
     assert fault.strikes()
     check(run, around, within=reference(settings()))
@@ -157,7 +145,7 @@ def test_a_worker_that_can_never_start_ends_the_run_with_the_reason(tmp_path: Pa
     run = run_in(tmp_path, settings())
     fault = Fault("start", "MemoryError", str(tmp_path / "struck"), num_times=99)
     with pytest.raises(ClusterError, match=r"worker 1 died 3 times while starting .*MemoryError: no memory, says the test"):
-        run.train(WatchedPool(run, make_worker=HangsAtStart(fault)))
+        run.train(WatchedPool(run, make_worker=partial(hangs_at_start, fault=fault)))
 
 
 def test_a_replacement_that_cannot_start_does_not_end_a_run_that_has_other_workers(tmp_path: Path) -> None:
@@ -261,18 +249,17 @@ class SaysThreads(Worker):
 def test_averaging_64_results_takes_no_more_memory_than_one_model() -> None:
     size = 1_000_000
     vectors = [np.full(size, number, dtype=np.float32) for number in range(64)]
+    outer = OuterOptimizer(Average(), np.zeros(size, dtype=np.float32))
     tracemalloc.start()
-    mean = weighted_mean(vectors, [1.0] * 64)
+    outer.step(vectors, [1.0] * 64, OuterInfo(0, 1, 64, 1.0))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert mean[0] == 31.5
-    assert peak < 1.5 * vectors[0].nbytes   # the mean itself, and chunks of it in double precision
+    assert outer.eval_model()[0] == 31.5
+    assert peak < 1.5 * vectors[0].nbytes   # in place, by chunks in double precision
 
 
 def test_random_numbers_depend_on_the_shard_and_not_on_the_worker(tmp_path: Path) -> None:
-    """Workers in another order, other attempts: bitwise identical results, because seeds come from
-    the shard.
-    """
+    """Other workers and attempts give bitwise identical results."""
     run = run_in(tmp_path, settings())
     pool = WatchedPool(run)
     pool.start()
@@ -311,13 +298,11 @@ def test_a_message_names_worker_shard_cause_and_next_step(tmp_path: Path) -> Non
                         r"its shard is retried\.", incident.message.split("; end of its log")[0])
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"on_repeated_crash": "stop", "max_attempts": 1}, r"failure\.on_repeated_crash is stop:"),
-])
-def test_a_run_that_ends_names_the_relevant_settings(tmp_path: Path, changes: dict[str, object], said: str) -> None:
-    run = run_in(tmp_path, settings(failure=FailureConfig(hang_timeout_s=0.5, **changes)))  # type: ignore[arg-type]
+def test_a_run_that_ends_names_the_relevant_settings(tmp_path: Path) -> None:
+    failure = FailureConfig(hang_timeout_s=0.5, on_repeated_crash="stop", max_attempts=1)
+    run = run_in(tmp_path, settings(failure=failure))
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
-    with pytest.raises(ClusterError, match=said):
+    with pytest.raises(ClusterError, match=r"failure\.on_repeated_crash is stop:"):
         run.train(WatchedPool(run, fault, Breaks(fault)))
 
 
@@ -355,20 +340,17 @@ def test_with_half_of_the_workers_gone_the_curve_is_that_of_a_run_planned_with_h
 def test_a_full_disk_under_the_ledger_stops_the_run_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, settings())
     around, write = Surroundings(), Ledger._write
-    monkeypatch.setattr(Ledger, "_write", _full_at_third_commit(write))
+
+    def full(ledger: Ledger, event: str, **fields: object) -> None:
+        if event == "committed" and fields["outer_iter"] == 2:
+            raise OSError(28, "No space left on device")
+        write(ledger, event, **fields)
+    monkeypatch.setattr(Ledger, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         run.train(WatchedPool(run))
     monkeypatch.undo()
     run.train(WatchedPool(run))
     check(run, around, within=reference(settings()))
-
-
-def _full_at_third_commit(write: Callable[..., None]) -> Callable[..., None]:
-    def full(ledger: Ledger, event: str, **fields: object) -> None:
-        if event == "committed" and fields["outer_iter"] == 2:
-            raise OSError(28, "No space left on device")
-        write(ledger, event, **fields)
-    return full
 
 
 def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
@@ -401,5 +383,3 @@ def test_a_short_soak_loses_nothing_and_keeps_most_of_the_speed() -> None:
     assert report.problems == []
     assert report.num_faults.total() >= 1
     assert report.tried_again.total() >= 1
-
-

@@ -1,6 +1,4 @@
-"""A pool that is watched: what arrived, how fast work came back after a fault, and how long nothing
-happened.
-"""
+"""A watched pool: what arrived, the recovery from a fault, the longest pause."""
 
 from __future__ import annotations
 
@@ -8,15 +6,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.cluster.worker_process import MakeWorker
 from ngsgd.training.job import Job, JobResult, Outcome
-from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.worker import Worker
 from tests.chaos.faults import Fault
 from tests.toy import Run
@@ -48,16 +43,27 @@ class WatchedPool(ProcessPool):
 
     def wait(self, timeout_s: float) -> Outcome | None:
         outcome = super().wait(timeout_s)
-        self._wake_late()
+        for process_id, struck_s in self.fault.strikes() if self.fault and self.fault.how == "SIGSTOP" else ():
+            if process_id not in self._woken and time.time() - struck_s > LATE_S:
+                self._woken.add(process_id)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGCONT)
         if isinstance(outcome, JobResult):
-            keep(self.kept, outcome.sent.read(), outcome.digest)
-        self._measure_pause((outcome is None or outcome.job.identity, self._state()))
+            # under the name by which the ledger speaks of it; damaged data may not be a vector
+            with contextlib.suppress(ValueError):
+                np.save(self.kept / f"{outcome.digest:016x}.npy", outcome.sent.read())
+        slots = {-1 - slot.index: (slot.ready, slot.process.pid) for slot in self._slots}
+        state = (outcome is None or outcome.job.identity, {**self.progress(), **slots})
+        now = time.monotonic()
+        since, before = self._last
+        if state == before:
+            self.longest_pause_s = max(self.longest_pause_s, now - since)
+        else:
+            self._last = now, state
         return outcome
 
     def recovery_s(self) -> float | None:
-        """Time from the fault to the next attempt, or to the next job of the replacement; None if
-        there was none.
-        """
+        """Time from the fault to the next attempt, or the next job of the replacement, if any."""
         if self.fault is None or not (strikes := self.fault.strikes()):
             return None
         process_id, struck_s = strikes[-1]
@@ -65,27 +71,3 @@ class WatchedPool(ProcessPool):
         later = [at_s - struck_s for (o, j, attempt), process, at_s in self.submitted
                  if at_s > struck_s and (process != process_id or attempt > 1) and o >= outer_iter and j == job]
         return min(later, default=None)
-
-    def _state(self) -> Mapping[int, object]:
-        return {**self.progress(), **{-1 - slot.index: (slot.ready, slot.process.pid) for slot in self._slots}}
-
-    def _measure_pause(self, state: object) -> None:
-        now = time.monotonic()
-        since, before = self._last
-        if state == before:
-            self.longest_pause_s = max(self.longest_pause_s, now - since)
-        else:
-            self._last = now, state
-
-    def _wake_late(self) -> None:
-        for process_id, struck_s in self.fault.strikes() if self.fault and self.fault.how == "SIGSTOP" else ():
-            if process_id not in self._woken and time.time() - struck_s > LATE_S:
-                self._woken.add(process_id)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGCONT)
-
-
-def keep(folder: Path, vector: Vector, digest: int) -> None:
-    """Under the name by which the ledger speaks of it."""
-    with contextlib.suppress(ValueError):  # damaged data may not be a vector
-        np.save(folder / f"{digest:016x}.npy", vector)

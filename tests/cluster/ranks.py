@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed import multi_threaded_pg
 
+import ngsgd
 from ngsgd.errors import NgsgdError
 
 DEADLINE_S = 60.0
@@ -56,3 +58,9 @@ def results(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
         if isinstance(one, BaseException):
             raise one
     return found
+
+
+def made(model: nn.Module, **options: Any) -> ngsgd.LocalSGD:
+    """LocalSGD that averages after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return ngsgd.LocalSGD(model, optimizer, **{"sync_every": 1, "outer": "average", **options})

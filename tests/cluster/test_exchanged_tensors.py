@@ -1,6 +1,4 @@
-"""LocalSGD and kinds of tensors: every dtype and kind of parameter and buffer is right against
-float64 on one process, or is refused by a typed error.
-"""
+"""LocalSGD and kinds of tensors: each is right against float64, or refused by a typed error."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 import ngsgd
 from ngsgd.errors import ConfigError
-from tests.cluster.ranks import results, run_ranks
+from tests.cluster.ranks import made, results, run_ranks
 
 DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 SAMPLES = [(3, 3), (1, 5), (0, 4)]
@@ -149,11 +147,6 @@ def test_every_dtype_of_every_kind_is_right_or_refused(kind: str, samples: tuple
             outcomes[dtype, shape] = check(kind, dtype, list(dict.fromkeys(["plain", shape])), samples)
     assert all(outcomes[dtype, shape] == "works" for dtype, shape in itertools.product(MEANS, SHAPES))
     assert all(outcomes[dtype, "plain"] == "works" for dtype in (torch.bool, torch.int64, torch.uint8) if kind != "trained")
-
-
-def made(model: nn.Module, **options: Any) -> ngsgd.LocalSGD:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return ngsgd.LocalSGD(model, optimizer, **{"sync_every": 1, "outer": "average", **options})
 
 
 class Buffers(nn.Module):

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from ngsgd.cluster import fingerprint
-from ngsgd.cluster.fingerprint import NO_KERNEL, Agreement, Fingerprint, FingerprintFile, code_digest, kernels
+from ngsgd.cluster.fingerprint import NO_KERNEL, Agreement, Fingerprint, FingerprintFile, code_digest, kernels, version_digest
 from ngsgd.errors import CheckpointError
 from ngsgd.ops.kernels import native
 
-SOME = Fingerprint("c0de", "2.9.0", "2.2.0", "GenuineIntel family 6 model 85", "AVX512", {}, 
-                   {"fisher_projection.cpp": "ab12 GCC: (x) 13"},
-                   "cpu", 2, "float32")
+SOME = Fingerprint("c0de", "2.9.0", "2.2.0", "GenuineIntel family 6 model 85", "AVX512", {},
+                   {"fisher_projection.cpp": "ab12 GCC: (x) 13"}, "cpu", 2, "float32")
 CHANGES: dict[str, Any] = {
     "code": "0ther", "torch": "2.8.0", "numpy": "2.1.0", "processor": "AuthenticAMD family 26 model 2", "capability": "AVX2",
     "settings": {"MKL_CBWR": "COMPATIBLE"}, "kernels": {"fisher_projection.cpp": NO_KERNEL},
@@ -53,9 +52,6 @@ def test_the_fingerprint_of_this_process_is_complete(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     (line,) = found.differences(Fingerprint.of_this_process(3, torch.device("cpu")))
     assert "MKL_CBWR" in line
-
-
-def test_a_process_without_kernels_reports_it() -> None:
     with native.in_torch_operations():
         assert set(kernels().values()) == {NO_KERNEL}
 
@@ -69,6 +65,7 @@ def test_the_code_is_python_and_cpp(suffix: str, tmp_path: Path, monkeypatch: py
         (tmp_path / "ops" / f"file{suffix}").write_text(text)
         found.add(code_digest.__wrapped__())
     assert len(found) == 2
+    assert len(version_digest()) == 64 and version_digest() == version_digest()
 
 
 def test_the_first_worker_decides_unknown_values() -> None:

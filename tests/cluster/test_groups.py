@@ -1,6 +1,4 @@
-"""Workers that are groups of ranks: the numbers of one process with minibatches of all ranks, and
-ranks that die.
-"""
+"""Groups of ranks: the numbers of one process with all minibatches, and ranks that die."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def digest(run: Any) -> str:
     return hashlib.sha256((run.folder.final / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["sgd", "ngsgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one_process_with_twice_the_minibatch(tmp_path: Path, optimizer: str) -> None:
     settings = {"optimizer": {"kind": optimizer, "max_change": 0.3, "weight_decay": 1e-3}}
     group = train(tmp_path / "group", 2, 8, **settings)

@@ -1,6 +1,4 @@
-"""LocalSGD when a model changes between two averages, ranks that differ or are not finite, states
-of the optimizer and of LocalSGD.
-"""
+"""LocalSGD when models change, differ or are not finite, and states that continue."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from torch.optim import lr_scheduler
 import ngsgd
 from ngsgd.errors import ClusterError, ConfigError, DivergenceError
 from ngsgd.optim.outer import DiLoCo
-from tests.cluster.ranks import results, run_ranks
+from tests.cluster.ranks import made, results, run_ranks
 
 OUTERS = ("average", "bmuf", "diloco")
 
@@ -37,11 +35,6 @@ def seeded(model: nn.Module, seed: int) -> Any:
 
 def net() -> nn.Sequential:
     return seeded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), 1)  # type: ignore[no-any-return]
-
-
-def made(model: nn.Module, **options: Any) -> ngsgd.LocalSGD:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return ngsgd.LocalSGD(model, optimizer, **{"sync_every": 1, "outer": "average", **options})
 
 
 @torch.no_grad()

@@ -14,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from ngsgd.cluster import restarts
 from ngsgd.cluster.process_pool import ProcessPool
-from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig
+from ngsgd.cluster.restarts import Restarts
+from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig
 from ngsgd.errors import ClusterError
 from ngsgd.training import worker_wait
 from ngsgd.training.job import Job, JobResult, VectorRef
@@ -23,7 +25,7 @@ from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Place, Worker, never, np_empty
-from tests.toy import Run, config, undisturbed
+from tests.toy import Run, config, require_undisturbed
 
 
 def pool_of(run: Run, num_workers: int = 2) -> ProcessPool:
@@ -49,10 +51,9 @@ class PoolThatSignals(ProcessPool):
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", [
     OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True),
-    OuterConfig("streaming", num_fragments=2, fragment_mixing=0.5, fragment_delay=1)],
-    ids=lambda o: f"{o.kind}-{o.overlap}-{o.fragment_delay}")
+    OuterConfig("streaming", num_fragments=2, overlap=True)],
+    ids=lambda o: f"{o.kind}-{o.overlap}")
 def test_processes_and_one_process_give_identical_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
-    in_process = undisturbed(config(outer=outer))
     run = Run(tmp_path / "processes", config(outer=outer))
     pool = pool_of(run)
     workers: list[int] = []
@@ -63,9 +64,7 @@ def test_processes_and_one_process_give_identical_bits_and_leave_no_process(tmp_
         return publish(write)
     pool.publish = remember  # type: ignore[method-assign]
     descriptors = len(os.listdir("/proc/self/fd"))
-    end = run.train(pool)
-    assert end.model_sha256 == in_process.model_sha256
-    assert audit(run.ledger_path) == []
+    require_undisturbed(run, pool)
     assert len(workers) == 2 and not any(map(psutil.pid_exists, workers))
     # the fork server's own, at its first start
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
@@ -79,21 +78,9 @@ def test_processes_and_one_process_give_identical_bits_and_leave_no_process(tmp_
     ids=lambda value: getattr(value, "name", "") or value.kind)
 def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signals, outer: OuterConfig) -> None:
     impatient = FailureConfig(hang_timeout_s=0.5)
-    whole = undisturbed(config(outer=outer))
     run = Run(tmp_path / "signalled", config(failure=impatient, outer=outer))
-    end = run.train(PoolThatSignals(run, number, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)}))
-    assert end.model_sha256 == whole.model_sha256
-    assert audit(run.ledger_path) == []
-
-
-@pytest.mark.faults
-def test_a_killed_worker_costs_nothing_where_fisher_estimates_are_kept(tmp_path: Path) -> None:
-    kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, curvature_state="keep"))
-    whole = undisturbed(kept)
-    run = Run(tmp_path / "killed", kept)
-    end = run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)}))
-    assert len(run.recorder.incidents) == 2
-    assert end.model_sha256 == whole.model_sha256
+    pool = PoolThatSignals(run, number, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)})
+    require_undisturbed(run, pool, config(outer=outer))
 
 
 class Talkative(Worker):
@@ -115,19 +102,6 @@ def test_the_last_words_of_a_dead_worker_are_quoted(tmp_path: Path) -> None:
     assert "ended with code 7" in incident.message and "this is the end" in incident.message
 
 
-class NeverReady(Worker):
-    def __init__(self, spec: TaskSpec, index: int) -> None:
-        os._exit(3)
-
-
-@pytest.mark.faults
-def test_workers_that_cannot_start_end_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=NeverReady)
-    with pytest.raises(ClusterError, match=r"died 3 times while starting .*ended with code 3"):
-        run.train(pool)
-
-
 def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.spec = replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
@@ -137,9 +111,7 @@ def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_rounds_of_fixed_length_lose_nothing(tmp_path: Path) -> None:
-    """Their length is tested in simulated time
-    (tests/planning/test_simulator.py).
-    """
+    """Their length is tested in simulated time, in tests/planning/test_simulator.py."""
     timed = replace(config().schedule, load_balancing="time", sync_interval_s=0.3, num_epochs=4.0)
     run = Run(tmp_path, config(schedule=timed))
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Slow)
@@ -159,20 +131,20 @@ class Slow(Worker):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", overlap=True)], ids=["average", "overlap"])
-def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path: Path, outer: OuterConfig) -> None:
-    whole = undisturbed(config(outer=outer))
-    run = Run(tmp_path / "killed", config(outer=outer, failure=FailureConfig(max_restarts_per_hour=0)))
+def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(
+        tmp_path: Path, outer: OuterConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "MAX_RESTARTS_PER_HOUR", 0)
+    run = Run(tmp_path / "killed", config(outer=outer))
     pool = PoolThatSignals(run, signal.SIGKILL, lambda job: (job.outer_iter, job.job, job.attempt) == (1, 1, 1))
-    end = run.train(pool)
-    assert end.model_sha256 == whole.model_sha256
-    assert audit(run.ledger_path) == []
+    require_undisturbed(run, pool, config(outer=outer))
     (retired,) = [incident for incident in run.recorder.incidents if incident.what == "worker_retired"]
     assert "killed by SIGKILL) and is not replaced, since it was replaced 0 times within an hour" in retired.message
 
 
 @pytest.mark.faults
-def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
-    run = Run(tmp_path, config(failure=FailureConfig(max_restarts_per_hour=0)))
+def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "MAX_RESTARTS_PER_HOUR", 0)
+    run = Run(tmp_path, config())
     with pytest.raises(ClusterError, match="no worker is left: each died more than"):
         run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.outer_iter == 1))
     assert run.store.latest()[0] is not None  # committed work is kept
@@ -190,10 +162,36 @@ class Compiles:
 @pytest.mark.entry("Nc13")
 def test_workers_that_compile_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_wait, "EVERY_S", 0.5)
-    whole = undisturbed(config())
     # the fork server has its time to start
     run = Run(tmp_path / "run", config(cluster=ClusterConfig(num_workers=2, wait_for_workers_s=10.0)))
     lines: list[str] = []
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Compiles(), report=lines.append)
-    assert run.train(pool).model_sha256 == whole.model_sha256
+    require_undisturbed(run, pool, config())
     assert any("0 of 2" in line for line in lines)
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_restarts_are_counted_by_worker_over_the_last_hour() -> None:
+    clock = _Clock()
+    restarts = Restarts(2, clock)
+    assert restarts.allow(0, "x") and restarts.allow(1, "x")
+    clock.now = 1800.0
+    assert restarts.allow(0, "x")
+    assert not restarts.allow(0, "killed by SIGKILL")
+    assert [one.worker for one in restarts.news()] == [0]
+    assert restarts.news() == []  # each is reported once
+    clock.now = 3600.0  # the first one is an hour ago
+    assert restarts.allow(0, "x")
+    assert not restarts.allow(0, "x")
+    assert restarts.allow(1, "x")
+
+
+def test_minus_one_is_without_limit_and_zero_never() -> None:
+    assert all(Restarts(-1).allow(0, "x") for _ in range(1000))
+    assert not Restarts(0).allow(0, "x")

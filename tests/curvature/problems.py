@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
 from ngsgd.models import Window, build_model
+from ngsgd.models.growing import SumSubclasses
 from ngsgd.models.layers import PNorm, Renormalize
-from ngsgd.models.subclasses import SumSubclasses
+from tests.wired import Wired
 
 N = 4
 
@@ -24,75 +25,50 @@ class Problem(NamedTuple):
     num_classes: int
 
 
-class Functional(nn.Module):
+def _functional() -> nn.Module:
     """Activations as functions, an in-place one, a residual sum, and a layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.relu_(self.first(x))
-        y = y + torch.tanh(self.shared(y))
-        y = y + nn.functional.gelu(self.shared(y))
-        z: Tensor = self.out(y)
-        return z
+    def run(model: Any, x: Tensor) -> Any:
+        y = nn.functional.relu_(model.first(x))
+        y = y + torch.tanh(model.shared(y))
+        y = y + nn.functional.gelu(model.shared(y))
+        return model.out(y)
+    return Wired(run, first=nn.Linear(5, 6), shared=nn.Linear(6, 6), out=nn.Linear(6, 3))
 
 
-class Residual(nn.Module):
+def _residual() -> nn.Module:
     """Curved activations on both sides of a residual sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x))
-        y = y + nn.functional.softplus(self.second(y))
-        z: Tensor = self.out(nn.functional.silu(y) * 0.5)
-        return z
+    def run(model: Any, x: Tensor) -> Any:
+        y = torch.tanh(model.first(x))
+        y = y + nn.functional.softplus(model.second(y))
+        return model.out(nn.functional.silu(y) * 0.5)
+    return Wired(run, first=nn.Linear(5, 6), second=nn.Linear(6, 6), out=nn.Linear(6, 3))
 
 
-class Recurrent(nn.Module):
+def _recurrent(layer: nn.RNNBase, width: int) -> nn.Module:
     """The mean over time of a recurrent layer's outputs."""
-
-    def __init__(self, layer: nn.Module, width: int) -> None:
-        super().__init__()
-        self.layer, self.out = layer, nn.Linear(width, 3)
-
-    def forward(self, x_NTD: Tensor) -> Tensor:
-        first = bool(self.layer.batch_first)
-        y, _ = self.layer(x_NTD if first else x_NTD.transpose(0, 1))
-        z: Tensor = self.out((y if first else y.transpose(0, 1)).mean(dim=1))
-        return z
+    def run(model: Any, x_NTD: Tensor) -> Any:
+        y, _ = model.layer(x_NTD if layer.batch_first else x_NTD.transpose(0, 1))
+        return model.out((y if layer.batch_first else y.transpose(0, 1)).mean(dim=1))
+    return Wired(run, layer=layer, out=nn.Linear(width, 3))
 
 
-class Attention(nn.Module):
+def _attention(norm: nn.Module, *, cross: bool) -> nn.Module:
     """A residual block of attention with a normalization."""
-
-    def __init__(self, norm: nn.Module, *, cross: bool) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.norm, self.out, self.cross = norm, nn.Linear(6, 3), cross
-
-    def forward(self, x_NTD: Tensor) -> Tensor:
-        key = x_NTD.flip(1) * 2.0 if self.cross else x_NTD
-        y, _ = self.attention(x_NTD, key, key)
-        z: Tensor = self.out(self.norm(x_NTD + y).mean(dim=1))
-        return z
+    def run(model: Any, x_NTD: Tensor) -> Any:
+        key = x_NTD.flip(1) * 2.0 if cross else x_NTD
+        y, _ = model.attention(x_NTD, key, key)
+        return model.out(model.norm(x_NTD + y).mean(dim=1))
+    return Wired(run, attention=nn.MultiheadAttention(6, 2, batch_first=True), norm=norm,
+                 out=nn.Linear(6, 3))
 
 
-class Tied(nn.Module):
+def _tied() -> nn.Module:
     """An embedding whose table is the output layer's weight too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.hidden, self.out = nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 4), nn.Linear(4, 5)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        y: Tensor = self.out(torch.tanh(self.hidden(self.embedding(index_NT))).mean(dim=1))
-        return y
+    model = Wired(lambda m, x_NT: m.out(torch.tanh(m.hidden(m.embedding(x_NT))).mean(dim=1)),
+                  embedding=nn.Embedding(5, 4, padding_idx=1), hidden=nn.Linear(4, 4),
+                  out=nn.Linear(4, 5))
+    model.out.weight = model.embedding.weight
+    return model
 
 
 def _tdnn(kind: Any, normalize: Any) -> nn.Module:
@@ -124,7 +100,6 @@ def _built() -> dict[str, Callable[[], Problem]]:
         norm.weight.data.normal_()
         module: nn.Module = norm.eval()
         return module
-
     rows = lambda: torch.randn(N, 5)  # noqa: E731
     times = lambda: torch.randn(N, 4, 6)  # noqa: E731
     return {
@@ -150,8 +125,8 @@ def _built() -> dict[str, Callable[[], Problem]]:
         "tdnn": of(lambda: _tdnn("tdnn", "renormalize"), lambda: torch.randn(N, 24)),
         "tdnnf": of(lambda: _tdnn("tdnnf", "renormalize"), lambda: torch.randn(N, 24)),
         "tdnnf with batch norm": of(lambda: _tdnn("tdnnf", "batchnorm"), lambda: torch.randn(N, 24)),
-        "functional": of(Functional, rows),
-        "residual": of(Residual, rows),
+        "functional": of(_functional, rows),
+        "residual": of(_residual, rows),
         "layer norm": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)), rows),
         "rms norm over frames": of(lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6), nn.ReLU(), nn.Flatten(),
                                                          nn.Linear(24, 3)), times),
@@ -166,14 +141,15 @@ def _built() -> dict[str, Callable[[], Problem]]:
                                            nn.AvgPool2d(2, 1, padding=1), nn.Unflatten(1, (2, 2)), nn.Flatten(),
                                            nn.Linear(36, 3)), _images),
         "dropout": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 3)).eval(), rows),
-        "lstm": of(lambda: Recurrent(nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True), 8), times),
-        "lstm with projection": of(lambda: Recurrent(nn.LSTM(6, 4, proj_size=3), 3), times),
-        "gru": of(lambda: Recurrent(nn.GRU(6, 4), 4), times),
-        "rnn": of(lambda: Recurrent(nn.RNN(6, 4, nonlinearity="relu", bias=False, batch_first=True), 4), times),
-        "attention": of(lambda: Attention(nn.LayerNorm(6), cross=False), times),
-        "cross-attention": of(lambda: Attention(nn.RMSNorm(6), cross=True), times),
-        "embedding": of(Tied, lambda: torch.randint(5, (N, 6)), 5),
-    }
+        "lstm": of(lambda: _recurrent(nn.LSTM(6, 4, num_layers=2, bidirectional=True,
+                                              batch_first=True), 8), times),
+        "lstm with projection": of(lambda: _recurrent(nn.LSTM(6, 4, proj_size=3), 3), times),
+        "gru": of(lambda: _recurrent(nn.GRU(6, 4), 4), times),
+        "rnn": of(lambda: _recurrent(nn.RNN(6, 4, nonlinearity="relu", bias=False,
+                                            batch_first=True), 4), times),
+        "attention": of(lambda: _attention(nn.LayerNorm(6), cross=False), times),
+        "cross-attention": of(lambda: _attention(nn.RMSNorm(6), cross=True), times),
+        "embedding": of(_tied, lambda: torch.randint(5, (N, 6)), 5)}
 
 
 PROBLEMS = _built()

@@ -85,9 +85,7 @@ def close(fast: Tensor, reference: Tensor) -> None:
 
 
 def drawn(loss_fn: Any, f_NC: Tensor, y: Tensor, *, num_draws: int, seed: int) -> Tensor:
-    """V x N x C: the samples at the network's output with this seed, as a layer sees it that adds
-    nothing to the output.
-    """
+    """V x N x C: the samples at the network's output with this seed, as a layer there sees it."""
     head = nn.Linear(f_NC.shape[1], f_NC.shape[1]).to(f_NC)
     with torch.no_grad():
         head.weight.copy_(torch.eye(f_NC.shape[1]))
@@ -100,9 +98,7 @@ def drawn(loss_fn: Any, f_NC: Tensor, y: Tensor, *, num_draws: int, seed: int) -
 
 
 def documented() -> tuple[list[tuple[str, ...]], dict[str, list[str]]]:
-    """(the quantities of each column, the cells of each row by its label) of the table in the
-    documentation.
-    """
+    """(quantities of each column, cells of each row by its label) of the table in the page."""
     lines = DOCS.read_text().split("## Support\n\n")[1].split("\n\n")[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
     columns = [tuple(re.findall(r"`(\w+)`", cell)) for cell in header[1:]]

@@ -1,7 +1,4 @@
-"""BackPACK's numbers, for the networks and losses that it takes.
-
-Skipped where the peer of the dev extra is not installed; the definitions are tested without it.
-"""
+"""BackPACK's numbers, for the networks and losses that it takes; skipped without the package."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ NETS: dict[str, dict[str, str]] = {
     "conv3d": ALL,
     "batch norm of rows": {**FIRST, **DIAGONAL, "sqrt_ggn": "SqrtGGNExact"},
     "dropout": {**ALL, **PRODUCTS},
-    "lstm of one layer": FIRST,
-}
+    "lstm of one layer": FIRST}
 BINARY = "binary cross-entropy of one output"   # it takes no more, and for products and KFRA none
 LOSSES = ("cross-entropy", "summed cross-entropy", "squared error", BINARY)
 CELLS = [(net, loss, quantity) for net, quantities in NETS.items() for loss in LOSSES for quantity in quantities

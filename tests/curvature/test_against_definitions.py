@@ -1,5 +1,4 @@
-"""First-order quantities and diagonals of every kind of layer and loss against their definitions.
-"""
+"""First-order quantities and diagonals of every kind of layer and loss, by their definitions."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: s
         close(of.batch_diag_ggn, blocks[parameter].diagonal(dim1=1, dim2=2))
         V_XP = of.sqrt_ggn.flatten(2).flatten(0, 1)
         close(V_XP.T @ V_XP, blocks[parameter].sum(dim=0))
-        # the samples themselves: see test_sampling
+        # the samples themselves: see below
         root_VNP = torch.einsum("vnf,nfp->vnp", draws_VNF, J[parameter])
         close(of.sqrt_ggn_mc, root_VNP)
         close(of.batch_diag_ggn_mc, root_VNP.square().sum(dim=0))
@@ -79,9 +78,7 @@ def test_the_diagonal_of_the_hessian_equals_its_definition(name: str, loss_name:
 
 
 def _loss_of(n: int, loss_fn: nn.Module, y: Tensor, f: Tensor) -> Tensor:
-    """The share of sample n in the loss: the others' outputs are held fixed, which leaves its
-    derivatives.
-    """
+    """The share of sample n in the loss, with the outputs of the others held fixed."""
     fixed = f.detach().clone()
     return loss_fn(torch.cat([fixed[:n], f[n:n + 1], fixed[n + 1:]]), y)  # type: ignore[no-any-return]
 
@@ -98,3 +95,50 @@ def test_the_diagonal_of_the_hessian_is_refused_where_it_is_not_known(name: str,
         loss_fn, y = targets(loss_name, model(x).detach())
         with pytest.raises(ConfigError, match=quantity), collect(model, quantity, loss_fn=loss_fn):
             loss_fn(model(x), y).backward()
+
+
+DRAWS = 4000
+
+
+def _loss_of_draws(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    if name == "cross-entropy":
+        return nn.CrossEntropyLoss(weight=torch.rand(3).double() + 0.5), torch.arange(N) % 3
+    if name == "squared error":
+        return nn.MSELoss(), torch.randn(N, 3).double()
+    return nn.BCEWithLogitsLoss(pos_weight=torch.rand(3).double() + 0.5), torch.rand(N, 3).double().round()
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "squared error", "binary cross-entropy"])
+def test_monte_carlo_samples_have_the_exact_curvature_as_mean(name: str) -> None:
+    """Bounds are six standard deviations, estimated from the samples themselves."""
+    model, x, _ = problem("linear")
+    loss_fn, y = _loss_of_draws(name)
+    first, activation, last = model.children()
+    head = nn.Sequential(last)  # draws are cheap there
+    rows = activation(first(x)).detach()
+    generator = torch.Generator().manual_seed(2)
+    with collect(head, "diag_ggn", "sqrt_ggn_mc", loss_fn=loss_fn, mc_samples=DRAWS, generator=generator) as q:
+        loss_fn(head(rows), y).backward()
+    for parameter in q:
+        # each draw's estimate
+        by_draw = (q[parameter].sqrt_ggn_mc * DRAWS**0.5).square().sum(dim=1)
+        error = by_draw.mean(dim=0) - q[parameter].diag_ggn
+        assert (error.abs() <= 6.0 * by_draw.std(dim=0) / DRAWS**0.5 + 1e-15).all()
+
+
+def test_one_seed_gives_one_value_and_another_seed_another() -> None:
+    model, x, _ = problem("conv2d")
+    loss_fn, y = nn.CrossEntropyLoss(), torch.arange(N) % 3
+
+    def draw(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        with collect(model, "diag_ggn_mc", "batch_diag_ggn_mc", loss_fn=loss_fn, generator=generator) as q:
+            loss_fn(model(x), y).backward()
+        of = q["0.weight"]
+        # an order of summation
+        torch.testing.assert_close(of.batch_diag_ggn_mc.sum(dim=0), of.diag_ggn_mc, rtol=1e-12, atol=0.0)
+        found: Tensor = of.diag_ggn_mc
+        return found
+    assert torch.equal(draw(3), draw(3))
+    assert not torch.equal(draw(3), draw(4))

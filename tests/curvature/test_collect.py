@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ngsgd.errors import ConfigError
 from tests.curvature.problems import N, problem
 from tests.curvature.support import close
 from tests.gloo import gloo_group
+from tests.wired import Wired
 
 CE = nn.CrossEntropyLoss()
 ALL = ("batch_grad", "batch_l2", "variance", "diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr", "diag_h", "kfac_emp")
@@ -122,12 +124,7 @@ def test_losses_as_functions_and_frame_weights() -> None:
     weight_N = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 0.0, 1.0, 3.0]).double()
     with collect(model, "diag_ggn", "batch_grad", loss_fn=nn.functional.cross_entropy, reduction="sum") as q:
         (nn.functional.cross_entropy(model(x), y, reduction="none") * weight_N).sum().backward()
-    with collect(model, "batch_diag_ggn", "batch_grad", loss_fn=nn.CrossEntropyLoss(reduction="sum")) as plain:
-        nn.functional.cross_entropy(model(x), y)
-        nn.CrossEntropyLoss(reduction="sum")
-        loss_fn = nn.CrossEntropyLoss(reduction="sum")
-        loss_fn(model(x), y).backward()
-    assert "0.weight" in plain
+    loss_fn = nn.CrossEntropyLoss(reduction="sum")
     with collect(model, "batch_diag_ggn", "batch_grad", loss_fn=loss_fn) as plain:
         loss_fn(model(x), y).backward()
     close(q["0.weight"].diag_ggn, (plain["0.weight"].batch_diag_ggn * weight_N[:, None, None]).sum(dim=0))
@@ -165,16 +162,19 @@ def test_chosen_samples_alone() -> None:
     close(some["0.weight"].sqrt_ggn, every["0.weight"].sqrt_ggn[:, [5, 2]])
 
 
+class Scaled(nn.Module):
+    """A direct parameter in addition to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x * self.scale)
+        return y
+
+
 def test_chosen_layers_alone_also_with_unknown_ones() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.inner(x * self.scale)
-            return y
-
     model = Scaled()
     with pytest.raises(ConfigError, match="Scaled"):
         collect(model, "variance", loss_fn=CE)
@@ -228,24 +228,15 @@ def test_a_replica_of_distributed_data_parallel(tmp_path: Path, inside: bool) ->
 
 
 def test_a_model_that_transforms_functions_between_its_layers() -> None:
-    class Quadratic(nn.Module):
-        """The gradient of a function of the activations, for each sample."""
-
-        def __init__(self, inner: nn.Module, *, transformed: bool) -> None:
-            super().__init__()
-            self.inner, self.transformed = inner, transformed
-
-        def forward(self, x: Tensor) -> Tensor:
-            z_NC: Tensor = self.inner(x)
-            if not self.transformed:
-                return z_NC + 0.5  # which is the gradient below
-            slope_NC: Tensor = torch.func.vmap(torch.func.grad(lambda z: (z.square().sum() + z.sum()) / 2))(z_NC)
-            return slope_NC
-
+    def gradient(model: Any, x: Tensor) -> Tensor:
+        """Of a function of the activations, for each sample."""
+        slope = torch.func.grad(lambda z: (z.square().sum() + z.sum()) / 2)
+        slope_NC: Tensor = torch.func.vmap(slope)(model.inner(x))
+        return slope_NC
     model, x, y = _net()
     found = []
-    for transformed in (True, False):
-        whole = Quadratic(model, transformed=transformed)
+    for run in (gradient, lambda m, x: m.inner(x) + 0.5):
+        whole = Wired(run, inner=model)
         with collect(whole, "variance", "diag_ggn", "kflr", loss_fn=CE) as q:
             CE(whole(x), y).backward()
         found.append(q)

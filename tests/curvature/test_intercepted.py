@@ -1,6 +1,4 @@
-"""Models in which the rows of a layer are not samples, or are not all uses of its parameters:
-per-sample quantities equal those of a loop over samples, or a typed error.
-"""
+"""Models in which rows are not samples, or not all uses: as a loop over samples, or refused."""
 
 from __future__ import annotations
 
@@ -14,50 +12,41 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from ngsgd.curvature import collect, completeness
+from ngsgd.curvature import collect, samples
 from ngsgd.errors import ConfigError, DataError, NgsgdError
 from ngsgd.preconditioners import KFAC, DiagonalNG
 from tests.curvature.support import close
-from tests.reference.losses_of_samples import ggn, gradients
+from tests.reference.curvature import ggn, gradients
+from tests.wired import Wired
 
 F = nn.functional
 N, T, D, H, C = 6, 5, 4, 5, 3
-Step = Callable[["Model", Tensor], Tensor]
-
-
-class Model(nn.Module):
-    """Layers for the forward pass of a situation."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__()
-        self.step = step
-        self.first, self.second, self.out = nn.Linear(D, H), nn.Linear(H, H), nn.Linear(H, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.step(self, x)
+# Its layers are `first`, `second` and `out`.
+Step = Callable[[Any, Tensor], Tensor]
+_loss = F.cross_entropy
 
 
 class Situation(NamedTuple):
     """A model, its input, and the dimension of the samples in the input."""
 
-    model: nn.Module
+    model: Any
     x: Tensor
     dim: int = 0
 
 
-def _made(step: Step, *shape: int, dim: int = 0, changed: Callable[[Model], Any] | None = None) -> Callable[[], Situation]:
+def _made(step: Step, *shape: int, dim: int = 0,
+          changed: Callable[[Any], Any] = lambda model: None) -> Callable[[], Situation]:
     def make() -> Situation:
         torch.manual_seed(0)
-        model = Model(step).double()
+        model = Wired(step, first=nn.Linear(D, H), second=nn.Linear(H, H),
+                      out=nn.Linear(H, C)).double()
         x = torch.randn(*(shape or (N, D))).double()
-        if changed is not None:
-            changed(model)
+        changed(model)
         return Situation(model, x, dim)
-
     return make
 
 
-def _plain(model: Model, x: Tensor) -> Tensor:
+def _plain(model: Any, x: Tensor) -> Tensor:
     y: Tensor = model.out(torch.tanh(model.second(torch.tanh(model.first(x)))))
     return y
 
@@ -75,26 +64,19 @@ def _rows_of(order: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda h: h[order] if len(h) == N else h
 
 
-class Recurrent(nn.Module):
-    """Time first throughout, as torch's default."""
-
-    def __init__(self, kind: str, *, pooled: bool) -> None:
-        super().__init__()
-        self.inner, self.kind, self.pooled, self.out = nn.Linear(D, H), kind, pooled, nn.Linear(H, C)
-        self.core: nn.Module = nn.MultiheadAttention(H, 1) if kind == "attention" else getattr(nn, kind)(H, H)
-
-    def forward(self, x_TND: Tensor) -> Tensor:
-        h = self.inner(x_TND)
-        h = (self.core(h, h, h) if self.kind == "attention" else self.core(h))[0]
-        y: Tensor = self.out(h.mean(0) if self.pooled else h)
-        return y if self.pooled else y.movedim(0, 2)
-
-
 def _recurrent(kind: str, *, pooled: bool = True, length: int = T) -> Callable[[], Situation]:
+    """Time first throughout, as torch's default."""
+    def run(model: Any, x_TND: Tensor) -> Any:
+        h = model.inner(x_TND)
+        h = (model.core(h, h, h) if kind == "attention" else model.core(h))[0]
+        return model.out(h.mean(0)) if pooled else model.out(h).movedim(0, 2)
+
     def make() -> Situation:
         torch.manual_seed(0)
-        return Situation(Recurrent(kind, pooled=pooled).double(), torch.randn(length, N, D).double(), 1)
-
+        inner, out = nn.Linear(D, H), nn.Linear(H, C)
+        core = nn.MultiheadAttention(H, 1) if kind == "attention" else getattr(nn, kind)(H, H)
+        return Situation(Wired(run, inner=inner, out=out, core=core).double(),
+                         torch.randn(length, N, D).double(), 1)
     return make
 
 
@@ -114,35 +96,18 @@ def _own_convolution() -> Situation:
 
 def _of_a_token() -> Situation:
     """An embedding that is also the output layer, by hand."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.emb, self.inner = nn.Embedding(C, H), nn.Linear(H, H)
-
-        def forward(self, index: Tensor) -> Tensor:
-            return F.linear(torch.tanh(self.inner(self.emb(index))), self.emb.weight)
-
     torch.manual_seed(0)
-    return Situation(Tied().double(), torch.arange(N) % C)
+    model = Wired(lambda m, index: F.linear(torch.tanh(m.inner(m.emb(index))), m.emb.weight),
+                  emb=nn.Embedding(C, H), inner=nn.Linear(H, H))
+    return Situation(model.double(), torch.arange(N) % C)
 
 
-def _hooked(which: str) -> Callable[[Model], Any]:
-    return {
-        "output": lambda m: m.second.register_forward_hook(lambda module, args, y: 2.0 * y),
-        "output of the last": lambda m: m.out.register_forward_hook(lambda module, args, y: y.square()),
-        "input": lambda m: m.second.register_forward_pre_hook(lambda module, args: (args[0] * 3.0,)),
-        "gradient": lambda m: m.second.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2.0,)),
-        "parameter": lambda m: m.second.weight.register_hook(lambda g: 0.5 * g),
-    }[which]
-
-
-def _patch(model: Model) -> None:
-    layer: Any = model.second
+def _patch(model: Any) -> None:
+    layer = model.second
     layer.forward = lambda x: F.linear(x, 2.0 * layer.weight, layer.bias)
 
 
-def _tie(model: Model) -> None:
+def _tie(model: Any) -> None:
     model.out = nn.Linear(H, H).double()
     model.out.weight = model.second.weight
 
@@ -153,25 +118,40 @@ def _normalized_gradient(h: Tensor) -> Tensor:
     return h
 
 
-def _second_use(m: Model, x: Tensor) -> Tensor:
+def _second_use(m: Any, x: Tensor) -> Tensor:
     h = torch.tanh(m.first(x))
     y: Tensor = m.out(torch.tanh(m.second(h)) + F.linear(h, m.second.weight))
     return y
 
 
-def _by_hand(m: Model, x: Tensor) -> Tensor:
+def _by_hand(m: Any, x: Tensor) -> Tensor:
     """The weight of a module that is never called."""
     y: Tensor = m.out(torch.tanh(F.linear(torch.tanh(m.first(x)), m.second.weight / m.second.weight.norm(), m.second.bias)))
     return y
 
 
-def _without_a_gradient(m: Model, x: Tensor) -> Tensor:
+def _without_a_gradient(m: Any, x: Tensor) -> Tensor:
     """A first call that has no derivative."""
     h = torch.tanh(m.first(x))
     with torch.no_grad():
         m.second(h)
     y: Tensor = m.out(torch.tanh(m.second(h)) + m.second(h).detach())
     return y
+
+
+def _flattened(m: Any, x: Tensor) -> Any:
+    return m.out(torch.tanh(m.first(x)).flatten(0, 1)).unflatten(0, (-1, T)).mean(1)
+
+
+def _views(m: Any, x: Tensor) -> Any:
+    h = m.second(torch.cat([m.first(x), m.first(-x)])).tanh()
+    return m.out(torch.cat(h.chunk(2), 1)[:, :H])
+
+
+def _over_samples(m: Any, x: Tensor) -> Any:
+    if len(x) == 1:
+        return m.out(torch.tanh(m.first(x)))
+    return _plain(m, x) + (m.second(m.first(x)).T @ x[:, :1]).T[:, :C]
 
 
 # right or refused: (situation, whether it must be right)
@@ -184,14 +164,8 @@ SITUATIONS: dict[str, tuple[Callable[[], Situation], bool | None]] = {
     "tied layers": (_made(lambda m, x: m.out(torch.tanh(m.second(torch.tanh(m.first(x)))))[:, :C], changed=_tie), True),
     "checkpointed": (_made(lambda m, x: checkpoint(_plain, m, x, use_reentrant=False)), True),
     "a call without gradient": (_made(_without_a_gradient), True),
-    "frames as samples in between": (
-        _made(lambda m, x: m.out(torch.tanh(m.first(x)).flatten(0, 1)).unflatten(0, (-1, T)).mean(1), N, T, D),
-        None,
-    ),
-    "pairs of views": (
-        _made(lambda m, x: m.out(torch.cat(m.second(torch.cat([m.first(x), m.first(-x)])).tanh().chunk(2), 1)[:, :H])),
-        None,
-    ),
+    "frames as samples in between": (_made(_flattened, N, T, D), None),
+    "pairs of views": (_made(_views), None),
     "repeated": (_made(_between(lambda h: h.repeat(2, 1).unflatten(0, (2, -1)).mean(0))), None),
     "repeated rows": (_made(lambda m, x: _plain(m, x.repeat(2, 1)).unflatten(0, (2, -1)).mean(0)), None),
     "interleaved rows": (_made(lambda m, x: _plain(m, x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).mean(1)), None),
@@ -207,14 +181,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Situation], bool | None]] = {
     "centered": (_made(_between(lambda h: h - h.mean(0))), False),
     "softmax over samples": (_made(_between(lambda h: h.softmax(0))), False),
     "attention over samples": (_made(_between(lambda h: (h @ h.T).softmax(1) @ h)), False),
-    "layer over samples": (
-        _made(
-            lambda m, x: (
-                m.out(torch.tanh(m.first(x))) if len(x) == 1 else _plain(m, x) + (m.second(m.first(x)).T @ x[:, :1]).T[:, :C]
-            )
-        ),
-        False,
-    ),
+    "layer over samples": (_made(_over_samples), False),
     "normalized gradient": (_made(_between(_normalized_gradient)), False),
     "statistics of the output": (_made(lambda m, x: F.layer_norm(_plain(m, x).T, (len(x),)).T), False),
     "time first, pooled": (_made(lambda m, x: _plain(m, x).mean(0), T, N, D, dim=1), False),
@@ -222,22 +189,21 @@ SITUATIONS: dict[str, tuple[Callable[[], Situation], bool | None]] = {
     "time first, twice as long": (_made(lambda m, x: _plain(m, x).mean(0), 2 * N, N, D, dim=1), False),
     "time first, frames": (_made(lambda m, x: _plain(m, x).movedim(0, 2), T, N, D, dim=1), False),
     "samples last": (_made(lambda m, x: _plain(m, x.movedim(2, 0)).mean(1), T, D, N, dim=2), True),
-    **{
-        f"time-first {kind}{' over frames' * (not pooled)}{' of equal size' * (length == N)}": (
-            _recurrent(kind, pooled=pooled, length=length),
-            False,
-        )
-        for kind in ("LSTM", "GRU", "RNN", "attention")
-        for pooled in (True, False)
-        for length in (T, N)
-    },
+    **{f"time-first {kind}{' over frames' * (not pooled)}{' of equal size' * (length == N)}":
+       (_recurrent(kind, pooled=pooled, length=length), False)
+       for kind in ("LSTM", "GRU", "RNN", "attention") for pooled in (True, False)
+       for length in (T, N)},
     "second use": (_made(_second_use), False),
     "by hand": (_made(_by_hand), False),
     "tied by hand": (_of_a_token, False),
-    "output hook": (_made(_plain, changed=_hooked("output")), False),
-    "last output hook": (_made(_plain, changed=_hooked("output of the last")), False),
-    "input hook": (_made(_plain, changed=_hooked("input")), True),
-    "gradient hook": (_made(_plain, changed=_hooked("gradient")), None),
+    "output hook": (_made(_plain, changed=lambda m: m.second.register_forward_hook(
+        lambda module, args, y: 2.0 * y)), False),
+    "last output hook": (_made(_plain, changed=lambda m: m.out.register_forward_hook(
+        lambda module, args, y: y.square())), False),
+    "input hook": (_made(_plain, changed=lambda m: m.second.register_forward_pre_hook(
+        lambda module, args: (args[0] * 3.0,))), True),
+    "gradient hook": (_made(_plain, changed=lambda m: m.second.register_full_backward_hook(
+        lambda module, of_input, of_output: (of_input[0] * 2.0,))), None),
     "parameter hook": (_made(_plain, changed=lambda m: m.first.weight.register_hook(lambda g: g)), True),
     "patched forward": (_made(_plain, changed=_patch), False),
     "own convolution": (_own_convolution, False),
@@ -245,17 +211,11 @@ SITUATIONS: dict[str, tuple[Callable[[], Situation], bool | None]] = {
     "old weight norm": (_made(_plain, changed=lambda m: nn.utils.weight_norm(m.second)), False),
     "spectral norm": (_made(_plain, changed=lambda m: nn.utils.parametrizations.spectral_norm(m.second)), False),
     "pruned": (_made(_plain, changed=lambda m: prune.l1_unstructured(m.second, "weight", 0.5)), False),
-    "fewer samples": (
-        _made(lambda m, x: m.out(m.first(x)) + F.pad(m.out(m.second(m.first(x)[:4])), (0, 0, 0, max(0, len(x) - 4)))),
-        False,
-    ),
+    "fewer samples": (_made(lambda m, x: m.out(m.first(x)) + F.pad(
+        m.out(m.second(m.first(x)[:4])), (0, 0, 0, max(0, len(x) - 4)))), False),
     "one sample for all": (_made(_between(lambda h: h + h[:1])), False),
     "experts": (_made(lambda m, x: m.out(torch.where(x[:, :1] > 0, m.first(x), m.second(m.first(x))))), True),
 }
-
-
-def _loss(f: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(f, y)
 
 
 def _of_sample(s: Situation, y: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -277,9 +237,8 @@ def _outcome(name: str, quantity: str) -> str:
     if quantity == "batch_grad":
         wanted = gradients(s.model, [_loss(*_of_sample(s, y, n)) / N for n in range(N)])
     else:
-        blocks = ggn(
-            s.model, lambda n: _of_sample(s, y, n)[0], lambda n, f: _loss(f if f.shape[0] == 1 else f[None], y[n : n + 1]) / N, N
-        )
+        blocks = ggn(s.model, lambda n: _of_sample(s, y, n)[0],
+                     lambda n, f: _loss(f if f.shape[0] == 1 else f[None], y[n : n + 1]) / N, N)
         wanted = {key: block_NPP.diagonal(dim1=1, dim2=2) for key, block_NPP in blocks.items()}
     for key, value in wanted.items():
         found = getattr(q[key], quantity)
@@ -299,14 +258,12 @@ def test_samples_are_those_of_a_loop_or_refused(name: str, quantity: str) -> Non
         assert outcome == ("right" if must_be_right else "refused")
 
 
-@pytest.mark.entry(
-    "F20",
-    "you use the weight of a layer outside the layer (`F.linear(h, layer.weight)`, a tied output by hand, a penalty in "
-    "the loss), or a hook, an own method or a replaced `forward` changes the layer",
-    "error",
-    "`ConfigError` names the parameter, from one comparison with autograd per model; preconditioners compare, too. "
-    "Call `backward()` for a penalty by itself. Second-order quantities ignore penalties, as they are those of the loss.",
-)
+@pytest.mark.entry("F20", "you use the weight of a layer outside the layer (`F.linear(h, "
+                   "layer.weight)`, a tied output by hand, a penalty in the loss), or a hook, an "
+                   "own method or a replaced `forward` changes the layer", "error", "`ConfigError` "
+                   "names the parameter, from one comparison with autograd per model; "
+                   "preconditioners compare, too. Call `backward()` for a penalty by itself. "
+                   "Second-order quantities ignore penalties, as they are those of the loss.")
 @pytest.mark.parametrize("name", ["second use", "by hand", "tied by hand", "output hook", "own convolution"])
 @pytest.mark.parametrize("method", [KFAC, DiagonalNG])
 def test_preconditioners_refuse_a_parameter_whose_rows_are_not_all(name: str, method: type[Any]) -> None:
@@ -327,7 +284,6 @@ def test_preconditioners_refuse_a_parameter_whose_rows_are_not_all(name: str, me
 def test_uses_that_are_not_in_the_model_are_refused(way: str, quantity: str) -> None:
     s = SITUATIONS["plain"][0]()
     y, model = torch.arange(N) % C, s.model
-    assert isinstance(model, Model)
     made: dict[str, Callable[[], Tensor]] = {
         "in the loss": lambda: _loss(model(s.x) + F.linear(s.x, model.out.weight[:, :D]), y),
         "penalty": lambda: _loss(model(s.x), y) + 0.1 * model.out.weight.square().sum(),
@@ -373,7 +329,7 @@ def test_contexts_inside_of_others_see_the_ordinary_backward_pass(inner: str) ->
             else:
                 preconditioner.backward(_loss(s.model(s.x), y))
         preconditioner.step()
-        found.append((outer["first.weight"].batch_grad, preconditioner.curvature("first.weight")["B"]))
+        found.append((outer["first.weight"].batch_grad, preconditioner.mean_statistics("first.weight")["B"]))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
         assert float(one.abs().sum()) > 0.0
@@ -395,13 +351,12 @@ def test_complex_layers_are_refused() -> None:
 @pytest.mark.entry("F20")
 def test_the_comparison_runs_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
-    add = completeness.Totals.add
+    add = samples.Totals.add
 
     def noted(self: Any, *args: Any) -> None:
         runs.append("sum")
         add(self, *args)
-
-    monkeypatch.setattr(completeness.Totals, "add", noted)
+    monkeypatch.setattr(samples.Totals, "add", noted)
     s, counts = SITUATIONS["plain"][0](), []
     for _ in range(6):
         with collect(s.model, "batch_grad", "diag_ggn", loss_fn=F.cross_entropy):
@@ -423,23 +378,11 @@ def test_rounding_is_no_difference(dtype: torch.dtype, is_autocast: bool) -> Non
     x, y = torch.randn(64, D, 32, dtype=next(model.parameters()).dtype), torch.arange(64) % C
     for is_training in (True, False):
         model.train(is_training)
-        with (
-            torch.autocast("cpu", dtype, enabled=is_autocast and dtype != torch.float32),
-            collect(model, "kfac_emp" if is_training else "batch_l2", loss_fn=F.cross_entropy, layers=["0", "4"]) as q,
-        ):
+        with (torch.autocast("cpu", dtype, enabled=is_autocast and dtype != torch.float32),
+              collect(model, "kfac_emp" if is_training else "batch_l2", loss_fn=F.cross_entropy,
+                      layers=["0", "4"]) as q):
             _loss(model(x).float(), y).backward()
         assert set(q) == {"0.weight", "0.bias", "4.weight", "4.bias"}
-
-
-class Tagger(nn.Module):
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.core, self.out = core, nn.Linear(D, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inputs = [x] if isinstance(self.core, nn.RNNBase) else [x] * 3
-        y: Tensor = self.out(self.core(*inputs)[0][:, 0])
-        return y
 
 
 @pytest.mark.entry("F20")
@@ -448,27 +391,26 @@ class Tagger(nn.Module):
 def test_a_hook_may_watch_the_output_of_a_recurrent_layer(kind: Any, dropout: float) -> None:
     """Its output is computed again, so that a change would be lost; dropout hides changes."""
     sizes = {"num_layers": 2, "hidden_size": D} if issubclass(kind, nn.RNNBase) else {"num_heads": 2}
+    num_inputs = 1 if issubclass(kind, nn.RNNBase) else 3
     for change in (None, lambda y: (2.0 * y[0], *y[1:])):
-        model = Tagger(kind(D, dropout=dropout, batch_first=True, **sizes)).double()
+        core = kind(D, dropout=dropout, batch_first=True, **sizes)
+        model = Wired(lambda m, x: m.out(m.core(*[x] * num_inputs)[0][:, 0]), core=core,
+                      out=nn.Linear(D, C)).double()
         model.core.register_forward_hook(lambda module, args, y, change=change: None if change is None else change(y))
         x, y = torch.randn(N, T, D).double(), torch.arange(N) % C
         if change is None and not dropout:
             with collect(model, "batch_grad", loss_fn=F.cross_entropy) as q:
                 _loss(model(x), y).backward()
-            assert model.out.weight.grad is not None
             close(q["out.weight"].batch_grad.sum(dim=0), model.out.weight.grad)
         else:
             with pytest.raises(ConfigError, match="layer core"), collect(model, "batch_grad", loss_fn=F.cross_entropy):
                 _loss(model(x), y).backward()
 
 
-@pytest.mark.entry(
-    "F24",
-    "samples change their order, their number or their dimension inside the model: `h[perm]`, `h.repeat`, time-first "
-    "layers with samples-first losses",
-    "error",
-    "`ConfigError` of `collect`, from one comparison per model that sees every pair of samples; an order that is restored works.",
-)
+@pytest.mark.entry("F24", "samples change their order, their number or their dimension inside the "
+                   "model: `h[perm]`, `h.repeat`, time-first layers with samples-first losses",
+                   "error", "`ConfigError` of `collect`, from one comparison per model that sees "
+                   "every pair of samples; an order that is restored works.")
 @pytest.mark.parametrize("pair", [(0, 1), (3, 60), (510, 511)])
 def test_every_two_samples_are_told_apart(pair: tuple[int, int]) -> None:
     order = torch.arange(512)
@@ -488,12 +430,9 @@ def test_a_minibatch_of_one_sample_decides_nothing() -> None:
         _loss(s.model(s.x), torch.arange(N) % C).backward()
 
 
-@pytest.mark.entry(
-    "F26",
-    "a minibatch is empty, or a layer has no inputs or outputs",
-    "error",
-    "`DataError` or `ConfigError` that names the layer, before anything is computed.",
-)
+@pytest.mark.entry("F26", "a minibatch is empty, or a layer has no inputs or outputs", "error",
+                   "`DataError` or `ConfigError` that names the layer, before anything is "
+                   "computed.")
 @pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "kfac", "hmp"])
 def test_empty_minibatches_are_refused(quantity: str) -> None:
     model = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, C))
@@ -504,9 +443,8 @@ def test_empty_minibatches_are_refused(quantity: str) -> None:
 
 
 @pytest.mark.entry("F26")
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(0, 2), nn.Conv1d(2, 0, 1), nn.Embedding(3, 0), nn.LayerNorm(0)], ids=lambda layer: type(layer).__name__
-)
+@pytest.mark.parametrize("layer", [nn.Linear(0, 2), nn.Conv1d(2, 0, 1), nn.Embedding(3, 0),
+                                   nn.LayerNorm(0)], ids=lambda layer: type(layer).__name__)
 def test_layers_without_elements_are_refused(layer: nn.Module) -> None:
     model = nn.ModuleDict({"empty": layer, "full": nn.Linear(2, 2)})
     with pytest.raises(ConfigError, match=r"empty.*layers="):

@@ -1,4 +1,4 @@
-"""Kronecker factors against dense sums, and where the factored block is the exact one."""
+"""Kronecker factors against dense sums and exact blocks, and the damped update from them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ from torch import Tensor, nn
 
 from ngsgd.curvature import Kronecker, collect
 from ngsgd.curvature.forms.kronecker import SHARINGS
-from ngsgd.curvature.quantities import Quantities
-from ngsgd.errors import ConfigError
+from ngsgd.curvature.quantities import Quantities, damped_direction, gradient_noise
+from ngsgd.errors import ConfigError, DivergenceError
 from ngsgd.models.tdnn import TimeDelayNetwork
 from tests.curvature.problems import N, problem
 from tests.curvature.support import LOSSES, WITHOUT_FACTORS, cells, close, drawn, targets
 from tests.reference.affine_uses import Uses
-from tests.reference.curvature import (
-    ggn_blocks,
-    individual_gradients,
-    jacobians,
-    loss_derivatives,
-    recursion_of_averages,
-)
+from tests.reference.curvature import ggn_blocks, jacobians, loss_derivatives, recursion_of_averages
 
 FACTORED = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d dilated same", "conv2d", "conv2d circular",
             "conv3d", "p-norm", "sub-classes", "tdnn", "tdnnf", "tdnnf with batch norm", "functional", "residual", "layer norm",
@@ -71,8 +65,7 @@ def test_factors_equal_their_definitions(name: str, loss_name: str, sharing: str
         close(found.kfac_emp.B_OO, empirical[parameter][0])
         for factors in (found.kflr, found.kfac, found.kfac_emp):
             close(factors.A_II, A)
-        bias = parameter.replace("weight", "bias")
-        if bias in q:
+        if (bias := parameter.replace("weight", "bias")) in q:
             _check_bias(q[bias], found, sharing)
 
 
@@ -83,17 +76,6 @@ def _check_bias(bias: Quantities, weight: Quantities, sharing: str) -> None:
     if sharing != "expand":  # B is the bias's block then, also of the samples
         V_XO = bias.sqrt_ggn_mc.flatten(0, 1)
         close(bias.kfac.B_OO, V_XO.T @ V_XO)
-
-
-def test_the_empirical_factors_are_those_of_the_empirical_fisher_matrix() -> None:
-    model, x, _ = problem("linear")
-    loss_fn, y = nn.CrossEntropyLoss(), torch.arange(N) % 3
-    with collect(model, "kfac_emp", loss_fn=loss_fn) as q:
-        loss_fn(model(x), y).backward()
-    d_NF, _ = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
-    for name in ("0.bias", "2.bias"):
-        g_NP = N * individual_gradients(jacobians(model, x, N), d_NF)[name]
-        close(q[name].kfac_emp.B_OO, g_NP.T @ g_NP / N)
 
 
 def test_the_block_of_a_single_sample_and_of_an_output_layer_with_squared_error_is_exact() -> None:
@@ -112,9 +94,7 @@ def test_the_block_of_a_single_sample_and_of_an_output_layer_with_squared_error_
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_linear_network_with_shared_weights_has_exact_blocks_in_the_matching_setting(sharing: str) -> None:
-    """Eschenhagen et al.: targets per frame for expand, one target for the mean over frames for
-    reduce.
-    """
+    """Eschenhagen et al.: targets per frame for expand, one for the mean over frames for reduce."""
     torch.manual_seed(0)
     layer, T = nn.Linear(3, 2, bias=False).double(), 5
     x = torch.randn(N, T, 3).double()
@@ -123,7 +103,6 @@ def test_a_linear_network_with_shared_weights_has_exact_blocks_in_the_matching_s
     def run(rows: Tensor) -> Tensor:
         y: Tensor = layer(rows)
         return y if sharing == "expand" else y.mean(dim=1)
-
     target = torch.zeros_like(run(x))
     with collect(layer, "kflr", loss_fn=loss_fn, sharing=sharing) as q:
         loss_fn(run(x), target).backward()
@@ -202,3 +181,62 @@ def test_factors_are_refused_for_parameters_that_have_none(name: str, quantity: 
 def test_a_bias_has_its_output_factor_alone() -> None:
     B = torch.eye(2)
     assert Kronecker(B, None).dense() is B
+
+
+def _spd(dim: int) -> torch.Tensor:
+    x = torch.randn(dim, dim).double()
+    return x @ x.T
+
+
+def test_the_kronecker_direction_solves_the_dense_damped_system() -> None:
+    torch.manual_seed(0)
+    B, A, g, theta = _spd(3), _spd(4) * 7.0, torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    pi = ((A.trace() / 4) / (B.trace() / 3)).sqrt()
+    d = (0.1 + 0.02) ** 0.5
+    dense = torch.kron(B + d / pi * torch.eye(3).double(), A + d * pi * torch.eye(4).double())
+    expected = torch.linalg.solve(dense, (g + 0.02 * theta).flatten())
+    close(damped_direction(g, theta, Kronecker(B, A), damping=0.1, l2=0.02).flatten(), expected)
+    of_bias = damped_direction(g[:, 0], theta[:, 0], Kronecker(B, None), damping=0.1)
+    close(of_bias, torch.linalg.solve(B + 0.1 * torch.eye(3).double(), g[:, 0]))
+
+
+def test_a_convolution_keeps_its_shape_and_a_zero_factor_shares_nothing() -> None:
+    g = torch.randn(2, 3, 5).double()
+    direction = damped_direction(g, g, Kronecker(torch.zeros(2, 2).double(), torch.zeros(15, 15).double()), damping=0.25)
+    close(direction, g / 0.25)
+
+
+def test_unsolvable_systems_are_reported() -> None:
+    with pytest.raises(DivergenceError, match="positive definite"):
+        damped_direction(torch.ones(2), torch.ones(2), Kronecker(torch.full((2, 2), float("nan")), None), damping=0.1)
+    with pytest.raises(ValueError, match="damping"):
+        damped_direction(torch.ones(2), torch.ones(2), torch.ones(2), damping=0.0)
+
+
+def test_steps_against_the_direction_converge_where_plain_ones_crawl() -> None:
+    """Least squares of condition 1e4: the exact curvature makes it one of condition 1."""
+    torch.manual_seed(0)
+    layer, scale = nn.Linear(4, 2, bias=False).double(), torch.tensor([1.0, 10.0, 30.0, 100.0]).double()
+    x, loss_fn = torch.randn(64, 4).double() * scale, nn.MSELoss()
+    y = x @ torch.randn(4, 2).double()
+    for _ in range(20):
+        layer.zero_grad()
+        with collect(layer, "kflr", loss_fn=loss_fn) as q:
+            loss = loss_fn(layer(x), y)
+            loss.backward()
+        with torch.no_grad():
+            assert layer.weight.grad is not None
+            layer.weight -= damped_direction(layer.weight.grad, layer.weight, q["weight"].kflr, damping=1e-6)
+    assert float(loss) < 1e-6
+
+
+def test_the_noise_scale_is_that_of_the_distribution() -> None:
+    """g_n = x_n of mean 1 and variance 4 in 10 dimensions, so S = 40, |g|^2 = 10; 5 deviations."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(10, 1, bias=False).double(), 1.0 + 2.0 * torch.randn(20000, 10).double()
+    with collect(layer, "variance", "second_moment", reduction="mean") as q:
+        layer(x).mean().backward()
+    noise = gradient_noise(q, 20000)
+    assert noise["weight"].trace == pytest.approx(40.0, rel=0.05)
+    assert noise[""].squared_norm == pytest.approx(10.0, rel=0.05)
+    assert noise[""].noise_scale == pytest.approx(4.0, rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from ngsgd.curvature import collect
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.preconditioners import KFAC
 from tests.curvature.support import close
-from tests.curvature.test_collect import CE, _net
+from tests.curvature.test_collect import CE, Scaled, _net
+from tests.wired import Wired
 
 
 def test_adjacent_rows_of_a_sample_are_declared_by_num_samples() -> None:
@@ -26,7 +28,6 @@ def test_adjacent_rows_of_a_sample_are_declared_by_num_samples() -> None:
     def loss() -> Tensor:
         value: Tensor = CE(output(conv(x).relu().transpose(1, 2).flatten(0, 1)), y)
         return value
-
     with pytest.raises(DataError, match="num_samples"), collect(model, "variance", loss_fn=CE):
         loss().backward()
     with collect(model, "batch_grad", "diag_ggn", loss_fn=CE, num_samples=2) as q:
@@ -91,7 +92,6 @@ def test_gradients_of_gradients_are_refused() -> None:
         loss: Tensor = CE(model(x), y)
         slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return loss + torch.stack([slope.square().sum() for slope in slopes]).sum()
-
     with pytest.raises(ConfigError, match="twice"), collect(model, "variance", loss_fn=CE):
         penalised().backward()
 
@@ -125,7 +125,6 @@ def test_reentrant_activation_checkpointing_is_refused(quantity: str, first: int
     def differentiate() -> None:
         hidden = model[:first](x.requires_grad_())
         CE(checkpoint(model[first:], hidden, use_reentrant=True), y).backward()
-
     with pytest.raises(ConfigError, match="use_reentrant=False"), \
             collect(model, quantity, loss_fn=CE):
         differentiate()
@@ -174,26 +173,21 @@ def test_an_input_changed_in_place_is_refused() -> None:
         y = table(index)
         index.add_(1).remainder_(5)
         CE(y, torch.arange(4) % 3).backward()
-
     with collect(table, "variance", loss_fn=CE), pytest.raises(DataError, match="in place"):
         change_and_differentiate()
 
 
-class _Mixed(nn.Module):
+def _mixed() -> nn.Module:
     """Layers with and without Kronecker factors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.norm, self.rnn = nn.Embedding(5, 4), nn.LayerNorm(4), nn.GRU(4, 4, batch_first=True)
-        self.conv, self.grouped = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, groups=2)
-        self.out, self.tied = nn.Linear(4, 3), nn.Linear(4, 5)
-        self.tied.weight = self.emb.weight
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        h = self.rnn(self.norm(self.emb(index_NT)))[0].transpose(1, 2)
-        h = self.grouped(self.conv(h)).mean(dim=2)
-        y: Tensor = self.out(h) + self.tied(h)[:, :3]
-        return y
+    def run(model: Any, index_NT: Tensor) -> Any:
+        h = model.rnn(model.norm(model.emb(index_NT)))[0].transpose(1, 2)
+        h = model.grouped(model.conv(h)).mean(dim=2)
+        return model.out(h) + model.tied(h)[:, :3]
+    emb, tied = nn.Embedding(5, 4), nn.Linear(4, 5)
+    tied.weight = emb.weight
+    return Wired(run, emb=emb, norm=nn.LayerNorm(4), rnn=nn.GRU(4, 4, batch_first=True),
+                 conv=nn.Conv1d(4, 4, 1),
+                 grouped=nn.Conv1d(4, 4, 1, groups=2), out=nn.Linear(4, 3), tied=tied)
 
 
 @pytest.mark.entry("P8", "you ask `collect` for Kronecker factors of a model with Embedding, LayerNorm or grouped convolutions",
@@ -201,7 +195,7 @@ class _Mixed(nn.Module):
                               "to pass.")
 @pytest.mark.parametrize("quantity", ["kfac", "kflr", "kfac_emp", "kfra"])
 def test_layers_without_factors_are_listed_with_the_argument_to_pass(quantity: str) -> None:
-    model = _Mixed()
+    model = _mixed()
     with pytest.raises(ConfigError, match=r"\(Embedding\).*\(LayerNorm\).*\(Conv1d\)") as error:
         collect(model, "variance", quantity, loss_fn=CE)
     assert "layers=['rnn', 'conv', 'out']." in str(error.value)
@@ -213,25 +207,13 @@ def test_layers_without_factors_are_listed_with_the_argument_to_pass(quantity: s
         collect(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)), quantity, loss_fn=CE)
 
 
-class _Scaled(nn.Module):
-    """A direct parameter in addition to a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x * self.scale)
-        return y
-
-
 @pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
                    "curvature of samples with a BatchNorm in training mode", "error",
                    "`ConfigError` names the argument that skips the layer: `layers=` of "
                    "`collect`, `skip=` of preconditioners. For BatchNorm it names the fix: "
                    "`eval()`, or Kronecker factors alone.")
 def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:
-    model = nn.Sequential(_Scaled(), nn.Linear(3, 3))
+    model = nn.Sequential(Scaled(), nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="layers=") as error:
         collect(model, "variance", loss_fn=CE)
     assert "skip" not in str(error.value)
@@ -240,7 +222,7 @@ def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> N
     with pytest.raises(ConfigError, match="skip=") as error:
         preconditioner.evaluate(lambda: CE(model(x), y))
     assert "layers=" not in str(error.value)
-    for skip in (("0",), ("_Scaled",)):
+    for skip in (("0",), ("Scaled",)):
         skipping = KFAC(model, skip=skip)
         skipping.evaluate(lambda: CE(model(x), y))
         skipping.step()

@@ -1,10 +1,9 @@
-"""Loops in which a sample is not an index of every layer's leading dimension: right against brute
-force, or refused.
-"""
+"""Loops in which a sample is not an index of a layer's rows: right by brute force, or refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,92 +15,68 @@ from ngsgd.errors import ConfigError, NgsgdError
 from ngsgd.preconditioners import KFAC, SMWNG, DiagonalNG, Preconditioner
 from ngsgd.preconditioners.fisher_method import FisherMethod
 from tests.curvature.support import close
-from tests.reference.curvature import ggn_blocks, individual_gradients, jacobians, loss_derivatives
-from tests.reference.losses_of_samples import ggn, gradients
+from tests.reference.curvature import ggn, ggn_blocks, gradients, individual_gradients, jacobians, loss_derivatives
+from tests.wired import Wired
 
 N, DAMPING = 4, 0.02
-CE, CE_SUM = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")
+Loss = Callable[..., Tensor]
+CE: Loss = nn.CrossEntropyLoss()
+CE_SUM: Loss = nn.CrossEntropyLoss(reduction="sum")
 FIRST = ("batch_grad", "batch_l2", "sum_grad_squared", "second_moment", "variance", "kfac_emp")
 SECOND = ("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr")
+WITHOUT_FACTORS = tuple(name for name in (*FIRST, *SECOND) if "kf" not in name)
 Step = Callable[[], Tensor]
 
 
-class Positions(nn.Module):
-    """A language model with position embeddings, which run once for the minibatch, or once for each
-    sample.
-    """
-
-    def __init__(self, *, by_sample: bool = False, mixed: bool = True) -> None:
-        super().__init__()
-        self.emb, self.pos, self.inner, self.out = nn.Embedding(7, 5), nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-        self.by_sample, self.mixed = by_sample, mixed
-
-    def forward(self, index_NT: Tensor) -> Tensor:
+def positions(*, by_sample: bool = False, mixed: bool = True) -> nn.Module:
+    """A language model with position embeddings, which run once, or once for each sample."""
+    def run(model: Any, index_NT: Tensor) -> Any:
         t_T = torch.arange(index_NT.shape[1])
-        h = self.emb(index_NT) + self.pos(t_T.expand(len(index_NT), -1) if self.by_sample else t_T)
-        if self.mixed:
-            h = h + torch.tanh(self.inner(h)).cumsum(dim=1)
-        f: Tensor = self.out(h).transpose(1, 2)
-        return f
+        h = model.emb(index_NT) + model.pos(t_T.expand(len(index_NT), -1) if by_sample else t_T)
+        if mixed:
+            h = h + torch.tanh(model.inner(h)).cumsum(dim=1)
+        return model.out(h).transpose(1, 2)
+    return Wired(run, emb=nn.Embedding(7, 5), pos=nn.Embedding(9, 5), inner=nn.Linear(5, 5),
+                 out=nn.Linear(5, 3))
 
 
-class LastLayer(nn.Module):
+def last_layer() -> nn.Module:
     """The embeddings are what the loss sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.pos = nn.Embedding(7, 3), nn.Embedding(9, 3)
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        f: Tensor = self.emb(index_NT) + self.pos(torch.arange(index_NT.shape[1]))
-        return f.transpose(1, 2)
+    return Wired(lambda m, index_NT: (m.emb(index_NT)
+                                      + m.pos(torch.arange(index_NT.shape[1]))).transpose(1, 2),
+                 emb=nn.Embedding(7, 3), pos=nn.Embedding(9, 3))
 
 
-class SharedRow(nn.Module):
+def shared_row(rows: int = 1) -> nn.Module:
     """A layer applied to one row, which all samples get."""
-
-    def __init__(self, *, rows: int = 1) -> None:
-        super().__init__()
-        self.emb, self.shared, self.out = nn.Embedding(7, 5), nn.Linear(4, 5), nn.Linear(5, 3)
-        self.register_buffer("row", torch.randn(rows, 4))
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        f: Tensor = self.out(torch.relu(self.emb(index_NT) * self.shared(self.row)))
-        return f.transpose(1, 2)
+    model = Wired(lambda m, x_NT: m.out(torch.relu(m.emb(x_NT) * m.shared(m.row))).transpose(1, 2),
+                  emb=nn.Embedding(7, 5), shared=nn.Linear(4, 5), out=nn.Linear(5, 3))
+    model.register_buffer("row", torch.randn(rows, 4))
+    return model
 
 
-class Prototypes(nn.Module):
-    """Each sample is compared with the outputs of a layer that runs once: no operation repeats a
-    tensor.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.of_prototypes = nn.Embedding(7, 5), nn.Linear(4, 5)
-        self.register_buffer("prototypes", torch.randn(N, 4))
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        f: Tensor = self.emb(index_NT).mean(dim=1) @ self.of_prototypes(self.prototypes).T
-        return f
+def prototypes() -> nn.Module:
+    """Each sample is compared with outputs of a layer that runs once; no operation repeats rows."""
+    model = Wired(lambda m, index_NT: m.emb(index_NT).mean(dim=1) @ m.of_prototypes(m.prototypes).T,
+                  emb=nn.Embedding(7, 5), of_prototypes=nn.Linear(4, 5))
+    model.register_buffer("prototypes", torch.randn(N, 4))
+    return model
 
 
-class Centred(nn.Module):
+def centred() -> nn.Module:
     """A statistic over the minibatch between layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.out = nn.Embedding(7, 5), nn.Linear(5, 3)
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        h = self.emb(index_NT).mean(dim=1)
-        f: Tensor = self.out(torch.tanh(nn.functional.batch_norm(h - h.mean(dim=0), None, None, training=True)))
-        return f
+    def run(model: Any, index_NT: Tensor) -> Any:
+        h = model.emb(index_NT).mean(dim=1)
+        return model.out(torch.tanh(nn.functional.batch_norm(h - h.mean(dim=0), None, None,
+                                                             training=True)))
+    return Wired(run, emb=nn.Embedding(7, 5), out=nn.Linear(5, 3))
 
 
 ONCE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "positions": (Positions, "pos"), "positions without a mixture": (lambda: Positions(mixed=False), "pos"),
-    "last layer": (LastLayer, "pos"), "one row": (SharedRow, "shared"), "rows": (lambda: SharedRow(rows=N), "shared"),
-}
+    "positions": (positions, "pos"),
+    "positions without a mixture": (lambda: positions(mixed=False), "pos"),
+    "last layer": (last_layer, "pos"),
+    "one row": (shared_row, "shared"), "rows": (lambda: shared_row(N), "shared")}
 
 
 def _index(num_frames: int) -> Tensor:
@@ -114,8 +89,7 @@ def _target(output: Tensor) -> Tensor:
 
 def _loss(model: nn.Module, x: Tensor) -> Tensor:
     output = model(x)
-    value: Tensor = CE(output, _target(output))
-    return value
+    return CE(output, _target(output))
 
 
 def _made(model: Callable[[], nn.Module]) -> nn.Module:
@@ -150,6 +124,10 @@ def test_a_layer_that_runs_once_is_refused_by_name(name: str, quantity: str, num
             _loss(model, _index(num_frames)).backward()
 
 
+@pytest.mark.entry("P10", "your model has a layer that runs once for the complete minibatch (BERT's position_embeddings, 1 x T) "
+                   "and you use a preconditioner that looks at rows", "error",
+                   "ConfigError in the first backward pass names the layer; give it an input for each sample, or leave it its "
+                   "plain gradient with skip=")
 @pytest.mark.entry("A4")
 @pytest.mark.parametrize("num_frames", [N, N + 1])
 @pytest.mark.parametrize("method", [KFAC, DiagonalNG, SMWNG])
@@ -166,29 +144,17 @@ def test_preconditioners_refuse_a_layer_that_runs_once(name: str, method: type[P
         skipping.step()
 
 
-class TimeFirst(nn.Module):
-    """Frames are the leading dimension of the output layer's input, samples that of the recurrent
-    layer's products.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.lstm, self.out = nn.Embedding(7, 5), nn.LSTM(5, 4), nn.Linear(4, 3)
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        f: Tensor = self.out(self.lstm(self.emb(index_NT.T))[0])
-        return f.permute(1, 2, 0)
-
-
 @pytest.mark.entry("A4")
 def test_layers_with_another_leading_dimension_are_refused_where_its_size_is_the_same() -> None:
-    model = _made(TimeFirst)
+    """Frames lead the output layer's input, samples the recurrent layer's products."""
+    model = _made(lambda: Wired(lambda m, x_NT: m.out(m.lstm(m.emb(x_NT.T))[0]).permute(1, 2, 0),
+                                emb=nn.Embedding(7, 5), lstm=nn.LSTM(5, 4), out=nn.Linear(4, 3)))
     with pytest.raises(ConfigError, match="samples first"), collect(model, "variance", loss_fn=CE):
         _loss(model, _index(N)).backward()
 
 
 @pytest.mark.entry("A4")
-@pytest.mark.parametrize("made", [Prototypes, Centred])
+@pytest.mark.parametrize("made", [prototypes, centred])
 @pytest.mark.parametrize("quantity", ["batch_grad", "diag_ggn"])
 def test_samples_that_are_mixed_by_an_operation_are_refused(made: Callable[[], nn.Module], quantity: str) -> None:
     model = _made(made)
@@ -199,7 +165,7 @@ def test_samples_that_are_mixed_by_an_operation_are_refused(made: Callable[[], n
 @pytest.mark.entry("A4")
 def test_statistics_over_the_minibatch_are_no_layers_that_run_once() -> None:
     """Of preconditioners, for which rows are those of the loss."""
-    model = _made(Centred)
+    model = _made(centred)
     preconditioner = KFAC(model)
     preconditioner.evaluate(lambda: _loss(model, _index(3)))
     preconditioner.step()
@@ -208,15 +174,21 @@ def test_statistics_over_the_minibatch_are_no_layers_that_run_once() -> None:
 @pytest.mark.entry("A4")
 @pytest.mark.parametrize("loss_fn", [CE, CE_SUM], ids=["mean", "sum"])
 @pytest.mark.parametrize("num_frames", [N, N + 1])
-def test_with_an_input_for_each_sample_all_quantities_are_exact(num_frames: int, loss_fn: nn.Module) -> None:
-    model, x = _made(lambda: Positions(by_sample=True)), _index(num_frames)
+def test_with_an_input_for_each_sample_all_quantities_are_exact(num_frames: int,
+                                                                loss_fn: Loss) -> None:
+    model, x = _made(lambda: positions(by_sample=True)), _index(num_frames)
     y = _target(model(x))
-    asked = tuple(name for name in (*FIRST, *SECOND) if "kf" not in name)
-    with collect(model, *asked, loss_fn=loss_fn) as q:
+    with collect(model, *WITHOUT_FACTORS, loss_fn=loss_fn) as q:
         loss_fn(model(x), y).backward()
-    J = jacobians(model, x, N)
-    d_NF, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
-    _require_equal(q, individual_gradients(J, d_NF), ggn_blocks(J, H_NFF), mean=loss_fn is CE)
+    _require_right(q, model, x, lambda f: loss_fn(f, y), mean=loss_fn is CE)
+
+
+def _require_right(q: Any, model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor],
+                   num_samples: int = N, *, mean: bool = True) -> None:
+    """All quantities but factors, of a loss of the output."""
+    J = jacobians(model, x, num_samples)
+    d_NF, H_NFF = loss_derivatives(loss, model(x), num_samples)
+    _require_equal(q, individual_gradients(J, d_NF), ggn_blocks(J, H_NFF), mean=mean)
 
 
 def _require_equal(q: Any, g: dict[str, Tensor], blocks: dict[str, Tensor], *, mean: bool = True) -> None:
@@ -235,32 +207,22 @@ def _require_equal(q: Any, g: dict[str, Tensor], blocks: dict[str, Tensor], *, m
         close(root_XP.T @ root_XP, blocks[name].sum(dim=0))
 
 
-class LooksAlike(nn.Module):
-    """N equals T equals the width: nothing here runs once, but many shapes are those of a layer
-    that does.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frames, self.gate, self.speaker, self.out = nn.Linear(N, N), nn.Linear(N, N), nn.Linear(N, N), nn.Linear(N, 3)
-        self.attention = nn.MultiheadAttention(N, 2, batch_first=True)
-
-    def forward(self, x_NTD: Tensor) -> Tensor:
-        h = torch.stack([self.frames(x_NTD[:, t]) for t in range(N)], dim=1)
-        h = h * torch.sigmoid(self.gate(h.mean(dim=1)))[:, None] + self.speaker(x_NTD[:, 0]).unsqueeze(1)
-        h = h + self.attention(h, h, h)[0] + torch.cat([h[:, :1], h[:, 1:]], dim=1).transpose(0, 1).contiguous().transpose(0, 1)
-        f: Tensor = self.out(h.transpose(0, 1)[-1])
-        return f
-
-
 def test_models_whose_sizes_are_all_equal_are_taken() -> None:
-    model, x, y = _made(LooksAlike), torch.randn(N, N, N).double(), torch.arange(N) % 3
-    asked = tuple(name for name in (*FIRST, *SECOND) if "kf" not in name)
-    with collect(model, *asked, loss_fn=CE) as q:
+    """N equals T equals the width: many shapes are those of a layer that runs once."""
+    def run(model: Any, x_NTD: Tensor) -> Any:
+        h = torch.stack([model.frames(x_NTD[:, t]) for t in range(N)], dim=1)
+        gate_NT1 = torch.sigmoid(model.gate(h.mean(dim=1)))[:, None]
+        h = h * gate_NT1 + model.speaker(x_NTD[:, 0]).unsqueeze(1)
+        h_TND = torch.cat([h[:, :1], h[:, 1:]], dim=1).transpose(0, 1).contiguous()
+        h = h + model.attention(h, h, h)[0] + h_TND.transpose(0, 1)
+        return model.out(h.transpose(0, 1)[-1])
+    model = _made(lambda: Wired(run, frames=nn.Linear(N, N), gate=nn.Linear(N, N),
+                                speaker=nn.Linear(N, N), out=nn.Linear(N, 3),
+                                attention=nn.MultiheadAttention(N, 2, batch_first=True)))
+    x, y = torch.randn(N, N, N).double(), torch.arange(N) % 3
+    with collect(model, *WITHOUT_FACTORS, loss_fn=CE) as q:
         CE(model(x), y).backward()
-    J = jacobians(model, x, N)
-    d_NF, H_NFF = loss_derivatives(lambda f: CE(f, y), model(x), N)
-    _require_equal(q, individual_gradients(J, d_NF), ggn_blocks(J, H_NFF))
+    _require_right(q, model, x, lambda f: CE(f, y))
     preconditioner = KFAC(model)
     preconditioner.evaluate(lambda: CE(model(x), y))
     preconditioner.step()
@@ -276,7 +238,7 @@ def test_each_way_of_calling_a_model_is_checked_once(monkeypatch: pytest.MonkeyP
             checked.append(name)
             return real(*args, **options)
         monkeypatch.setattr(owner, name, noted)
-    model = _made(lambda: Positions(by_sample=True))
+    model = _made(lambda: positions(by_sample=True))
     preconditioner = KFAC(model)
     counts = []
     for _ in range(5):
@@ -317,7 +279,7 @@ def test_two_calls_in_one_graph_are_refused_by_collect(quantity: str) -> None:
 @pytest.mark.entry("A9")
 @pytest.mark.parametrize("loss_fn", [CE, CE_SUM], ids=["mean", "sum"])
 @pytest.mark.parametrize("way", ["two backward passes", "one minibatch"])
-def test_the_ways_that_the_refusal_names_are_exact(way: str, loss_fn: nn.Module) -> None:
+def test_the_ways_that_the_refusal_names_are_exact(way: str, loss_fn: Loss) -> None:
     model = _net()
     x1, y1, x2, y2 = _halves()
     share = 0.5 if loss_fn is CE else 1.0
@@ -328,30 +290,16 @@ def test_the_ways_that_the_refusal_names_are_exact(way: str, loss_fn: nn.Module)
             (share * second).backward()
         else:
             loss_fn(model(torch.cat([x1, x2])), torch.cat([y1, y2])).backward()
-    x, y = torch.cat([x1, x2]), torch.cat([y1, y2])
-    J = jacobians(model, x, 2 * N)
-    d_NF, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), 2 * N)
-    _require_equal(q, individual_gradients(J, d_NF), ggn_blocks(J, H_NFF), mean=loss_fn is CE)
-
-
-class Pairs(nn.Module):
-    """Both calls in one forward pass: a sample is a pair."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        f: Tensor = self.inner(x1) * 2.0 + self.inner(x2)
-        return f
+    y = torch.cat([y1, y2])
+    _require_right(q, model, torch.cat([x1, x2]), lambda f: loss_fn(f, y), 2 * N,
+                   mean=loss_fn is CE)
 
 
 @pytest.mark.entry("A9")
 def test_a_module_that_makes_both_calls_has_pairs_as_samples() -> None:
-    model = Pairs(_net())
+    model = Wired(lambda m, x1, x2: m.inner(x1) * 2.0 + m.inner(x2), inner=_net())
     x1, y1, x2, _ = _halves()
-    asked = tuple(name for name in (*FIRST, *SECOND) if "kf" not in name)
-    with collect(model, *asked, loss_fn=CE) as q:
+    with collect(model, *WITHOUT_FACTORS, loss_fn=CE) as q:
         CE(model(x1, x2), y1).backward()
     g = gradients(model, [CE(model(x1[n:n + 1], x2[n:n + 1]), y1[n:n + 1]) / N for n in range(N)])
     blocks = ggn(model, lambda n: model(x1[n:n + 1], x2[n:n + 1]), lambda n, f: CE(f[None], y1[n:n + 1]) / N, N)
@@ -359,9 +307,7 @@ def test_a_module_that_makes_both_calls_has_pairs_as_samples() -> None:
 
 
 def _directions(method: str, model: nn.Module, shares: Sequence[Tensor], num_rows: int, weight: float) -> dict[str, Tensor]:
-    """(F + d I)^-1 g of a diagonal or the complete F = 1/R sum_n (R/W g_n)(R/W g_n)^T, g_n the
-    gradients of samples' shares.
-    """
+    """(F + d I)^-1 g of a diagonal or the complete F = 1/R sum_n (R/W g_n)(R/W g_n)^T."""
     g = gradients(model, shares)
     g_NP = torch.cat(list(g.values()), dim=1)
     U = g_NP * (num_rows / weight)
@@ -393,14 +339,9 @@ def test_preconditioners_take_the_rows_of_both_calls(name: str, method: type[Pre
 
     def step() -> Tensor:
         if order == "one by one":
-            f1 = model(x1)
-            first: Tensor = CE(f1, y1)
-            second: Tensor = CE(model(x2), y2)
-            return first + second
+            return CE(model(x1), y1) + CE(model(x2), y2)
         f1, f2 = model(x1), model(x2)
-        first, second = CE(f1, y1), CE(f2, y2)
-        return first + second
-
+        return CE(f1, y1) + CE(f2, y2)
     found = _stepped(method(model, damping=DAMPING), step)
     shares = [CE(model(x1[n:n + 1]), y1[n:n + 1]) / N for n in range(N)]
     shares += [CE(model(x2[n:n + 1]), y2[n:n + 1]) / (N - 1) for n in range(N - 1)]
@@ -417,16 +358,12 @@ def test_two_calls_are_one_minibatch_with_weights_of_rows(method: type[FisherMet
     weight = torch.tensor([1.0 / N] * N + [1.0 / (N - 2)] * (N - 2), dtype=torch.float64)
 
     def one() -> Tensor:
-        loss_N = nn.functional.cross_entropy(model(torch.cat([x1, x2])), torch.cat([y1, y2]), reduction="none")
-        loss: Tensor = loss_N @ weight
-        return loss
+        x, y = torch.cat([x1, x2]), torch.cat([y1, y2])
+        return nn.functional.cross_entropy(model(x), y, reduction="none") @ weight
 
     def two() -> Tensor:
         f1, f2 = model(x1), model(x2)
-        first: Tensor = CE(f1, y1)
-        second: Tensor = CE(f2, y2)
-        return first + second
-
+        return CE(f1, y1) + CE(f2, y2)
     found = _stepped(method(model, fisher=fisher, damping=DAMPING), two)
     _require_directions(found, _stepped(method(model, fisher=fisher, damping=DAMPING), one))
 
@@ -464,6 +401,21 @@ def test_a_loss_that_compares_both_outputs_has_pairs_as_samples(name: str, metho
             _stepped(exact, lambda: nn.functional.mse_loss(model(x1), model(x2)))
 
 
+@pytest.mark.entry("P10")
+def test_a_skipped_layer_that_runs_once_keeps_its_gradient_and_others_theirs() -> None:
+    x, y, found = _index(3), torch.randint(3, (N, 3)), []
+    for by_sample in (False, True):
+        model = _made(partial(positions, by_sample=by_sample))
+        loss = partial(lambda net: CE(net(x), y), model)
+        loss().backward()
+        plain = model.get_parameter("pos.weight").grad
+        assert plain is not None
+        plain = plain.flatten().clone()
+        found.append(_stepped(DiagonalNG(model, damping=DAMPING, skip=("pos",)), loss))
+        close(found[-1]["pos.weight"], plain)
+    _require_directions(*found)
+
+
 # several losses of one output
 
 
@@ -471,22 +423,10 @@ def _soft() -> Tensor:
     return torch.randn(N, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).softmax(dim=1)
 
 
-def _twice(f: Tensor, y: Tensor) -> Tensor:
-    value: Tensor = 0.5 * CE(f, y) + 0.5 * CE(f, y)
-    return value
-
-
-def _mixup(f: Tensor, y: Tensor) -> Tensor:
-    value: Tensor = 0.3 * CE(f, y) + 0.7 * CE(f, 2 - y)
-    return value
-
-
-def _distilled(f: Tensor, y: Tensor) -> Tensor:
-    value: Tensor = 0.4 * CE(f, y) + 0.6 * CE(f / 2.0, _soft()[:len(f)])
-    return value
-
-
-TWO_LOSSES = {"the same twice": _twice, "mixup": _mixup, "distillation": _distilled}
+TWO_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the same twice": lambda f, y: 0.5 * CE(f, y) + 0.5 * CE(f, y),
+    "mixup": lambda f, y: 0.3 * CE(f, y) + 0.7 * CE(f, 2 - y),
+    "distillation": lambda f, y: 0.4 * CE(f, y) + 0.6 * CE(f / 2.0, _soft()[:len(f)])}
 
 
 def _share(loss: Callable[[Tensor, Tensor], Tensor], model: nn.Module, x: Tensor, y: Tensor, n: int) -> Tensor:
@@ -517,16 +457,14 @@ def test_a_second_loss_of_unknown_weight_is_refused(method: type[FisherMethod], 
 
     def distilled() -> Tensor:
         f = model(x)
-        hard: Tensor = CE(f, y)
-        return 0.4 * hard + 0.6 * nn.functional.kl_div(f.log_softmax(dim=1), _soft(), reduction="batchmean")
-
+        soft = nn.functional.kl_div(f.log_softmax(dim=1), _soft(), reduction="batchmean")
+        return 0.4 * CE(f, y) + 0.6 * soft
     with pytest.raises(ConfigError, match="kl_div" if fisher == "empirical" else "another loss"):
         _stepped(method(model, fisher=fisher), distilled)
 
     def penalised() -> Tensor:
-        hard: Tensor = CE(model(x), y)
-        return hard + 0.0 * nn.functional.l1_loss(model.get_parameter("0.weight"), torch.zeros(4, 5).double())
-
+        penalty = nn.functional.l1_loss(model.get_parameter("0.weight"), torch.zeros(4, 5).double())
+        return CE(model(x), y) + 0.0 * penalty
     found = _stepped(method(model, fisher=fisher), penalised)   # which is of no rows
     _require_directions(found, _stepped(method(model, fisher=fisher), lambda: CE(model(x), y)))
 
@@ -551,9 +489,7 @@ def test_a_second_loss_of_some_rows_counts_none_of_them_again() -> None:
     masked = torch.where(torch.arange(N) < 1, -100, y)
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
-        value: Tensor = 0.5 * CE(f, masked) + 0.5 * CE(f, y)
-        return value
-
+        return 0.5 * CE(f, masked) + 0.5 * CE(f, y)
     found = _stepped(DiagonalNG(model, damping=DAMPING), lambda: loss(model(x), y))
     shares = [_share(loss, model, x, y, n) for n in range(N)]
     _require_directions(found, _directions("diagonal", model, shares, N, 1.0))
@@ -604,11 +540,10 @@ def test_a_pass_that_failed_has_no_share_in_the_next(method: type[Preconditioner
 
     def failing() -> Tensor:
         f = model(other_x)
-        first: Tensor = CE(f, other_y)
+        first = CE(f, other_y)
         # after the derivative of the loss has been seen
         f.register_hook(lambda _: first.detach()[5])
         return first
-
     with pytest.raises(IndexError):
         preconditioner.evaluate(failing)
     _require_directions(_stepped(preconditioner, lambda: CE(model(x), y)), wanted)
@@ -627,7 +562,7 @@ def _frames() -> tuple[nn.Module, Tensor, Tensor]:
                    "The losses add up as one loss of the complete output would. Where a loss sees only a part of the rows that "
                    "layers see as samples, `ConfigError` explains how to compute it.")
 @pytest.mark.parametrize("loss_fn", [CE, CE_SUM], ids=["mean", "sum"])
-def test_losses_of_frames_are_the_loss_of_all_frames(loss_fn: nn.Module) -> None:
+def test_losses_of_frames_are_the_loss_of_all_frames(loss_fn: Loss) -> None:
     model, x, y = _frames()
     with collect(model, *FIRST, *SECOND, "kfra", "diag_h", "batch_diag_h", loss_fn=loss_fn) as whole:
         (loss_fn(model(x).transpose(1, 2), y) * (6 if loss_fn is CE else 1)).backward()
@@ -655,7 +590,6 @@ def test_preconditioners_take_losses_of_frames(method: type[FisherMethod], fishe
     def slices() -> Tensor:
         o = model(x)
         return torch.stack([CE(o[:, t], y[:, t]) for t in range(6)]).mean()
-
     _require_directions(_stepped(method(model, fisher=fisher), slices), whole)
 
 
@@ -666,7 +600,6 @@ def test_a_loss_of_a_part_of_the_rows_is_refused() -> None:
     def loss() -> Tensor:
         o = model(x.flatten(0, 1)).unflatten(0, (N, 6))   # frames are samples
         return torch.stack([CE(o[:, t], y[:, t]) for t in range(6)]).sum()
-
     for quantity in ("diag_ggn", "kflr", "diag_h", "kfra"):
         with pytest.raises(ConfigError, match=r"4 rows.*24 samples"), \
                 collect(model, quantity, loss_fn=CE):
@@ -680,40 +613,31 @@ def test_a_loss_of_a_part_of_the_rows_is_refused() -> None:
     close(q["0.weight"].diag_ggn, wanted["0.weight"].diag_ggn)
 
 
-class Heads(nn.Module):
+def _heads(*, sliced: bool) -> nn.Module:
     """Two heads, of 3 and 2 classes; of one layer or of two."""
-
-    def __init__(self, *, sliced: bool) -> None:
-        super().__init__()
-        self.trunk, self.sliced = nn.Linear(5, 4), sliced
-        if sliced:
-            self.heads = nn.Linear(4, 5)
-        else:
-            self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.trunk(x))
-        f: Tensor = self.heads(h) if self.sliced else torch.cat([self.first(h), self.second(h)], dim=1)
-        return f
+    def run(model: Any, x: Tensor) -> Any:
+        h = torch.tanh(model.trunk(x))
+        return model.heads(h) if sliced else torch.cat([model.first(h), model.second(h)], dim=1)
+    trunk = nn.Linear(5, 4)
+    if sliced:
+        return Wired(run, trunk=trunk, heads=nn.Linear(4, 5))
+    return Wired(run, trunk=trunk, first=nn.Linear(4, 3), second=nn.Linear(4, 2))
 
 
 def _of_heads(f: Tensor, y: Tensor) -> Tensor:
-    value: Tensor = CE(f[:, :3], y) + CE(f[:, 3:], y % 2)
-    return value
+    return CE(f[:, :3], y) + CE(f[:, 3:], y % 2)
 
 
 @pytest.mark.entry("B7")
 @pytest.mark.parametrize("sliced", [True, False], ids=["slices", "layers"])
 def test_heads_of_different_width(sliced: bool) -> None:
-    model, (x, y, _, _) = _made(lambda: Heads(sliced=sliced)), _halves()
+    model, (x, y, _, _) = _made(lambda: _heads(sliced=sliced)), _halves()
     with collect(model, *FIRST, *SECOND, loss_fn=CE) as q:
         _of_heads(model(x), y).backward()
-    J = jacobians(model, x, N)
-    d_NF, H_NFF = loss_derivatives(lambda f: _of_heads(f, y), model(x), N)
-    _require_equal(q, individual_gradients(J, d_NF), ggn_blocks(J, H_NFF))
+    _require_right(q, model, x, lambda f: _of_heads(f, y))
     preconditioner = KFAC(model, fisher="exact")
     preconditioner.evaluate(lambda: _of_heads(model(x), y))
     preconditioner.step()
-    B = preconditioner.curvature("trunk.weight")["B"]
+    B = preconditioner.mean_statistics("trunk.weight")["B"]
     close(B * 2.0, q["trunk.bias"].kflr.B_OO)   # of the mean over rows, whose weights sum up to 2
-    close(preconditioner.curvature("trunk.weight")["A"][:-1, :-1], q["trunk.weight"].kflr.A_II)
+    close(preconditioner.mean_statistics("trunk.weight")["A"][:-1, :-1], q["trunk.weight"].kflr.A_II)

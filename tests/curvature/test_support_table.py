@@ -1,8 +1,12 @@
-"""The support table of docs/curvature.md matches the tests: each cell is a test case."""
+"""docs/curvature.md: each cell of its support table is a test case, and its examples run."""
 
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
+
+import pytest
 
 from ngsgd.curvature import QUANTITIES
 from tests.curvature import test_against_definitions as definitions
@@ -19,14 +23,12 @@ COMPUTED = {
     **dict.fromkeys(("diag_h", "batch_diag_h"), pairs(definitions.HESSIAN_CELLS)),
     "pchmp": pairs(products.POSITIVE_CELLS),
     **dict.fromkeys(_FACTORS, pairs(kronecker.CELLS)),
-    "kfra": pairs(kronecker.CHAIN_CELLS),
-}
+    "kfra": pairs(kronecker.CHAIN_CELLS)}
 REFUSED = {
     **dict.fromkeys(("diag_h", "batch_diag_h"), definitions.NO_HESSIAN),
     "pchmp": products.NO_POSITIVE,
     **dict.fromkeys(_FACTORS, WITHOUT_FACTORS),
-    "kfra": kronecker.NO_CHAINS,
-}
+    "kfra": kronecker.NO_CHAINS}
 
 
 def test_every_quantity_has_its_column() -> None:
@@ -54,3 +56,14 @@ def test_every_cell_of_the_table_is_tested() -> None:
                 if not tested:
                     untested.append((label, quantity, name, says))
     assert not untested
+
+
+def test_the_examples_of_the_documentation_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """In their order, as one program."""
+    text = (Path(__file__).parents[2] / "docs" / "curvature.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(examples) == 5
+    exec("\n".join(examples), {"__name__": "docs"})
+    printed = capsys.readouterr().out
+    assert "torch.Size([64, 64, 3])" in printed and "torch.Size([192, 192])" in printed
+    assert "torch.Size([128, 40]) torch.Size([32, 32])" in printed

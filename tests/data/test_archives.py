@@ -15,11 +15,11 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from ngsgd.config import AugmentConfig, EgsConfig
 from ngsgd.data.archives import prepare_archives, spliced_utterances
@@ -36,9 +36,9 @@ from tests.toy import NUM_CLASSES, frame_set
 CONFIG = EgsConfig(left_context=2, right_context=1, frames_per_eg=4, samples_per_iter=100, num_diagnostic_frames=50)
 
 
-def prepare(folder: Path, train: FrameSet | None = None, config: EgsConfig = CONFIG) -> Path:
+def prepare(folder: Path, train: FrameSet | None = None, config: EgsConfig = CONFIG, num_writers: int | None = None) -> Path:
     return prepare_archives(train or frame_set(1000, 1), frame_set(300, 2), config, num_classes=NUM_CLASSES, digest="toy",
-                            cache_root=folder)
+                            cache_root=folder, num_writers=num_writers)
 
 
 def rows(reader: EgsReader, schedule: Schedule) -> list[tuple[tuple[float, ...], int]]:
@@ -73,51 +73,24 @@ def test_order_is_a_function_of_seed_outer_iteration_and_job(tmp_path: Path) -> 
 
     def order(seed: int, outer_iter: int, job: int) -> torch.Tensor:
         return torch.cat([minibatch.x_ND for minibatch in reader.minibatches(shard, 16, seed=seed, outer_iter=outer_iter, job=job)])
-
     assert torch.equal(order(1, 2, 3), order(1, 2, 3))
     for other in ((0, 2, 3), (1, 3, 3), (1, 2, 2)):
         assert not torch.equal(order(1, 2, 3), order(*other))
-
-
-def test_archives_are_bit_identical_when_made_again(tmp_path: Path) -> None:
-    first, second = (EgsReader(prepare(tmp_path / name)).info.sha256 for name in ("a", "b"))
-    assert first == second
-    assert len(first) > 2
-
-
-def test_minibatches_have_the_size_asked_for_and_lose_nothing(tmp_path: Path) -> None:
-    reader = EgsReader(prepare(tmp_path))
-    shard = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1).shard(0)
     sizes = [len(minibatch.pdf_N) for minibatch in reader.minibatches(shard, 32, seed=0, outer_iter=0, job=0)]
     assert set(sizes[:-1]) == {32}
     assert sum(sizes) == reader.num_frames(shard)
 
 
-def test_a_folder_that_holds_no_examples_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="directory"):
-        EgsReader(tmp_path)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_feature_that_is_not_finite_is_named_by_utterance(tmp_path: Path, bad: float) -> None:
-    train = frame_set(1000, 1)
-    train.features_TD[130, 2] = bad
-    with pytest.raises(DataError, match="utt2"):
-        prepare(tmp_path, train)
-    assert list(tmp_path.iterdir()) == []  # nothing half-written
-
-
-def test_a_class_beyond_the_last_is_refused(tmp_path: Path) -> None:
-    train = frame_set(100, 1)
-    train.pdf_T[3] = NUM_CLASSES
-    with pytest.raises(DataError, match=rf"\b{NUM_CLASSES}\b"):
-        prepare(tmp_path, train)
-
-
-def test_labels_that_do_not_fit_the_frames_are_refused() -> None:
-    train = frame_set(100, 1)
-    with pytest.raises(DataError, match="inconsistent"):
-        dataclasses.replace(train, pdf_T=train.pdf_T[:-1])
+@pytest.mark.parametrize(("name", "at", "values", "message"), [
+    ("features_TD", (130, 2), [np.nan, np.inf], "utt2"), ("pdf_T", 3, [NUM_CLASSES], rf"\b{NUM_CLASSES}\b"),
+    ("weight_T", slice(None), [np.nan, -1.0, 0.0], "weights")])
+def test_frames_of_no_use_are_refused(tmp_path: Path, name: str, at: Any, values: list[float], message: str) -> None:
+    for value in values:
+        train = dataclasses.replace(frame_set(1000, 1), weight_T=np.ones(1000, np.float32))
+        getattr(train, name)[at] = value
+        with pytest.raises(DataError, match=message):
+            prepare(tmp_path, train)
+        assert list(tmp_path.iterdir()) == []  # nothing half-written
 
 
 def test_a_second_call_reads_the_existing_data(tmp_path: Path) -> None:
@@ -127,16 +100,11 @@ def test_a_second_call_reads_the_existing_data(tmp_path: Path) -> None:
     assert (directory / "info.json").stat().st_mtime_ns == before
 
 
-# Numbers ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("config", "expected"), [
     (CONFIG, "2f1e705ed74be69d15c2adad7eb2f6d9c54e5634b481696d0bdab083ae2d49d2"),
-    (EgsConfig(), "1125275efa88ee7d9bb17cd80287c6f2d002f63c58867b182ca8463424d0f55e"),
-])
+    (EgsConfig(), "1125275efa88ee7d9bb17cd80287c6f2d002f63c58867b182ca8463424d0f55e")])
 def test_every_minibatch_has_the_bits_that_the_first_format_gave(tmp_path: Path, config: EgsConfig, expected: str) -> None:
-    """The digests were made with format 1 (safetensors' own writer and slices), at commit a0999c9.
-    """
+    """The digests were made with format 1, safetensors' own writer and slices."""
     reader = EgsReader(prepare(tmp_path, config=config))
     found = hashlib.sha256()
     minibatches = [minibatch for archive in range(reader.info.num_archives) for frame in range(config.frames_per_eg)
@@ -157,11 +125,8 @@ def test_archives_hold_the_examples_of_the_reference_once_each(tmp_path: Path) -
     assert sorted((e.features_WD.tolist(), e.pdf_F.tolist(), e.utt_id) for e in found) == \
         sorted((features_WD.tolist(), classes, utt_id) for features_WD, classes, utt_id in expected)
     assert all((example.weight_F == 1.0).all() and example.group == "" for example in found)
-
-
-def test_an_example_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"example 0.*archive 9.*3"):
-        EgsReader(prepare(tmp_path)).example(9, 0)
+        reader.example(9, 0)
 
 
 def test_part_of_a_pass_has_the_minibatches_of_the_complete_pass(tmp_path: Path) -> None:
@@ -170,18 +135,6 @@ def test_part_of_a_pass_has_the_minibatches_of_the_complete_pass(tmp_path: Path)
                    for first, stop in ((0, None), (2, 4)))
     assert len(part) == 2
     assert all(torch.equal(a.x_ND, b.x_ND) and torch.equal(a.pdf_N, b.pdf_N) for a, b in zip(part, whole[2:4], strict=True))
-
-
-def test_the_index_counts_the_existing_entries(tmp_path: Path) -> None:
-    info = EgsReader(prepare(tmp_path)).info
-    for archive in range(info.num_archives):
-        pdf_EF = load_file(tmp_path / next(tmp_path.glob("egs-*")) / f"egs.{archive:04d}.safetensors")["pdf"]
-        assert info.num_examples[archive] == len(pdf_EF)
-        assert info.num_rows[archive] == (pdf_EF >= 0).sum(axis=0).tolist()
-    assert info.num_frames == 1000
-
-
-# Writing ------------------------------------------------------------------------------------------
 
 
 def mapped(frames: FrameSet, folder: Path) -> FrameSet:
@@ -194,7 +147,7 @@ def mapped(frames: FrameSet, folder: Path) -> FrameSet:
 def test_archives_are_the_same_whatever_the_number_of_writers(tmp_path: Path, in_file: bool) -> None:
     train = mapped(frame_set(1000, 1), tmp_path) if in_file else frame_set(1000, 1)
     train = dataclasses.replace(train, weight_T=np.linspace(0.0, 1.0, 1000, dtype=np.float32))
-    one, three = (prepare(tmp_path / str(num), train, dataclasses.replace(CONFIG, num_writers=num)) for num in (1, 3))
+    one, three = (prepare(tmp_path / str(num), train, num_writers=num) for num in (1, 3))
     assert EgsReader(one).info == EgsReader(three).info
     assert [(path.name, sha256(path)) for path in sorted(one.iterdir())] == \
         [(path.name, sha256(path)) for path in sorted(three.iterdir())]
@@ -202,9 +155,7 @@ def test_archives_are_the_same_whatever_the_number_of_writers(tmp_path: Path, in
 
 @pytest.mark.slow
 def test_features_pass_through_memory_a_piece_at_a_time(tmp_path: Path) -> None:
-    """2 x PIECE_BYTES of examples are written while Python's own memory never holds more than a few
-    pieces' worth.
-    """
+    """Python's own memory never holds more than a few pieces of the examples."""
     features_TD = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.float32, (30_000, 128))
     frames = FrameSet(features_TD, np.zeros(30_000, np.int32), np.array([0, 30_000]), ("a",))
     config = EgsConfig(left_context=8, right_context=8, frames_per_eg=1, samples_per_iter=30_000, num_diagnostic_frames=10)
@@ -230,9 +181,9 @@ np.save(sys.argv[3] + "/features.npy", np.zeros((1000, 5), np.float32))
 frames = FrameSet(np.load(sys.argv[3] + "/features.npy", mmap_mode="r"), np.zeros(1000, np.int32), np.array([0, 1000]), ("a",))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))   # an archive takes 13 kB
-config = EgsConfig(2, 1, 4, samples_per_iter=100, num_diagnostic_frames=50, num_writers=int(sys.argv[2]))
+config = EgsConfig(2, 1, 4, samples_per_iter=100, num_diagnostic_frames=50)
 try:
-    prepare_archives(frames, frames, config, num_classes=1, digest="x", cache_root=Path(sys.argv[1]))
+    prepare_archives(frames, frames, config, num_classes=1, digest="x", cache_root=Path(sys.argv[1]), num_writers=int(sys.argv[2]))
 except DataError as error:
     print(error)
 """
@@ -247,21 +198,15 @@ def test_a_full_disk_gives_one_message_and_removes_incomplete_archives(tmp_path:
     assert list((tmp_path / "egs").iterdir()) == []
 
 
-def test_a_writer_that_dies_is_reported_and_its_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngsgd.data.examples.sys.executable", "/bin/false")
-    with pytest.raises(DataError, match="ended with 1"):
-        prepare(tmp_path, config=dataclasses.replace(CONFIG, num_writers=2))
+@pytest.mark.parametrize(("place", "value", "message"), [
+    ("ngsgd.data.examples.sys.executable", "/bin/false", "ended with 1"),
+    ("shutil.disk_usage", lambda _: SimpleNamespace(free=1000), r"0\.0 GB.*0\.0 GB")])
+def test_a_failure_of_writing_is_reported_and_its_files_are_removed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, value: object, message: str) -> None:
+    monkeypatch.setattr(place, value)
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path, num_writers=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_too_little_room_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(DataError, match=r"0\.0 GB.*0\.0 GB"):
-        prepare(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-# Weights ------------------------------------------------------------------------------------------
 
 
 def test_weights_follow_their_frames_and_frames_of_weight_0_are_skipped(tmp_path: Path) -> None:
@@ -280,28 +225,6 @@ def test_weights_follow_their_frames_and_frames_of_weight_0_are_skipped(tmp_path
     assert sum(map(sum, reader.info.num_rows)) == reader.info.num_frames == np.count_nonzero(weight_T)
     diagnostic = reader.diagnostic("train")
     assert diagnostic.weight_N is not None and (diagnostic.weight_N > 0).all()
-
-
-@pytest.mark.parametrize(("silence_weight", "left"), [(0.0, {1, 2, 3, 4, 5}), (0.25, set(range(6)))])
-def test_silence_has_the_configured_weight(tmp_path: Path, silence_weight: float, left: set[int]) -> None:
-    config = dataclasses.replace(CONFIG, silence_weight=silence_weight)
-    reader = EgsReader(prepare_archives(frame_set(1000, 1), frame_set(300, 2), config, num_classes=NUM_CLASSES, digest="toy",
-                                        cache_root=tmp_path, silence_classes=[0]))
-    (minibatch,) = reader.minibatches(Shard(0, 0), 1000, seed=0, outer_iter=0, job=0)
-    assert minibatch.weight_N is not None
-    assert set(minibatch.pdf_N.tolist()) == left
-    assert all(weight == (silence_weight if pdf == 0 else 1.0)
-               for pdf, weight in zip(minibatch.pdf_N.tolist(), minibatch.weight_N.tolist(), strict=True))
-
-
-@pytest.mark.parametrize("bad", [np.nan, -1.0, 0.0])
-def test_weights_that_make_no_sense_are_refused(tmp_path: Path, bad: float) -> None:
-    train = dataclasses.replace(frame_set(1000, 1), weight_T=np.full(1000, bad, np.float32))
-    with pytest.raises(DataError, match="weights"):
-        prepare(tmp_path, train)
-
-
-# Damage and reading -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-100]),
@@ -335,7 +258,9 @@ def test_a_checksum_is_made_once_in_a_process_and_again_when_the_file_has_change
     assert made == 2 * ["egs.0000.safetensors"]
 
 
-def test_examples_of_another_format_are_refused(tmp_path: Path) -> None:
+def test_examples_of_another_format_and_other_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="directory"):
+        EgsReader(tmp_path)
     directory = prepare(tmp_path)
     index = json.loads((directory / "info.json").read_text())
     (directory / "info.json").write_text(json.dumps({**index, "format": 1}))
@@ -393,11 +318,7 @@ def test_who_comes_second_keeps_the_files_that_others_read(tmp_path: Path) -> No
     assert (tmp_path / "egs" / "file").read_text() == "first"
 
 
-# side inputs of frames
-
-
 def beside(frames: FrameSet, dim: int = 3, period: int = 10) -> FrameSet:
-    """With a row for every ten frames of an utterance."""
     lengths = np.diff(frames.offsets)
     first_U = np.cumsum([0, *-(-lengths // period)])
     row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U[:-1], lengths, strict=True)])
@@ -408,10 +329,9 @@ def beside(frames: FrameSet, dim: int = 3, period: int = 10) -> FrameSet:
 @pytest.mark.parametrize("num_writers", [1, 2])
 def test_a_side_input_is_stored_once_per_row_and_archive(tmp_path: Path, num_writers: int) -> None:
     train = beside(frame_set(1000, 1))
-    config = dataclasses.replace(CONFIG, num_writers=num_writers)
-    directory = prepare_archives(train, beside(frame_set(300, 2)), config, num_classes=NUM_CLASSES, digest="toy",
-                                 cache_root=tmp_path)
-    reader = EgsReader(directory)
+    reader = EgsReader(prepare_archives(
+        train, beside(frame_set(300, 2)), CONFIG, num_classes=NUM_CLASSES, digest="toy",
+        cache_root=tmp_path, num_writers=num_writers))
     assert reader.info.side_dim == 3 and reader.info.num_inputs == 4 * train.dim + 3
     schedule = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1)
     spliced = np.concatenate(list(spliced_utterances(train, 2, 1)))
@@ -422,19 +342,16 @@ def test_a_side_input_is_stored_once_per_row_and_archive(tmp_path: Path, num_wri
                                             zip(spliced.tolist(), train.pdf_T.tolist(), strict=True))
     assert {tuple(row) for row in reader.diagnostic("train").x_ND.tolist()} <= {tuple(row) for row in spliced.tolist()}
     assert all(len(reader.archive_arrays(a)["side"]) < 2 * reader.info.num_examples[a] for a in range(reader.info.num_archives))
-
-
-def test_masks_do_not_change_side_inputs_of_frames(tmp_path: Path) -> None:
-    reader = EgsReader(prepare_archives(beside(frame_set(1000, 1)), beside(frame_set(300, 2)), CONFIG, num_classes=NUM_CLASSES,
-                                        digest="toy", cache_root=tmp_path))
+    # masks do not change it
     plain, masked = (
         torch.cat([one.x_ND for one in reader.minibatches(Shard(0, 0), 32, seed=0, outer_iter=0, job=0, augment=masks)])
         for masks in (None, AugmentConfig(spec=True)))
     assert torch.equal(plain[:, -3:], masked[:, -3:]) and not torch.equal(plain[:, :-3], masked[:, :-3])
 
 
-def test_side_inputs_that_do_not_fit_the_frames_are_rejected() -> None:
+@pytest.mark.parametrize(("name", "shorter"), [
+    ("pdf_T", lambda labels_T: labels_T[:-1]), ("side", lambda side: Side(side.rows_RS, side.row_T[1:]))])
+def test_labels_and_side_inputs_that_do_not_fit_the_frames_are_refused(name: str, shorter: Callable[[Any], Any]) -> None:
     frames = beside(frame_set(100, 1))
-    assert frames.side is not None
-    with pytest.raises(DataError, match=r"100 frames.*99 side"):
-        dataclasses.replace(frames, side=Side(frames.side.rows_RS, frames.side.row_T[1:]))
+    with pytest.raises(DataError, match=r"100 frames.*99"):
+        dataclasses.replace(frames, **{name: shorter(getattr(frames, name))})

@@ -12,6 +12,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -34,8 +35,6 @@ silent = object
 
 
 class FolderSource:
-    """The files of a folder of the coordinator, by SHA-256."""
-
     where = "the coordinator"
 
     def __init__(self, paths: dict[str, Path]) -> None:
@@ -56,7 +55,6 @@ class FolderSource:
 
 
 def source_of(*contents: bytes, folder: Path) -> tuple[FolderSource, list[str]]:
-    """A source of files with these contents, and their digests."""
     digests = [hashlib.sha256(content).hexdigest() for content in contents]
     for digest, content in zip(digests, contents, strict=True):
         (folder / digest).write_bytes(content)
@@ -64,7 +62,6 @@ def source_of(*contents: bytes, folder: Path) -> tuple[FolderSource, list[str]]:
 
 
 def array_file(folder: Path, size: int, value: int) -> bytes:
-    """The content of a file with an array of one value."""
     write_arrays(folder / "made", "features", (size,), [np.full(size, value, np.float32)], {})
     return (folder / "made").read_bytes()
 
@@ -99,9 +96,6 @@ def files_of(reader: EgsReader) -> FetchedFiles:
 
 def minibatches(reader: EgsReader, archive: int) -> list[np.ndarray]:
     return [batch.x_ND.numpy() for batch in reader.minibatches(Shard(archive, 0), 64, seed=0, outer_iter=0, job=0)]
-
-
-# Reader -------------------------------------------------------------------------------------------
 
 
 def test_a_reader_fetches_only_what_it_reads_and_yields_identical_minibatches(run: Run, tmp_path: Path) -> None:
@@ -154,7 +148,8 @@ def test_a_damaged_file_of_the_cache_is_fetched_again(run: Run) -> None:
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: content + b"x",
                                     lambda content: content[:-1] + bytes([content[-1] ^ 1]), lambda _: b""])
-def test_a_file_that_always_arrives_damaged_is_an_error_with_its_number(run: Run, damage: Callable[[bytes], bytes]) -> None:
+def test_a_file_that_always_arrives_damaged_or_is_missing_is_an_error_with_its_number(
+        run: Run, damage: Callable[[bytes], bytes]) -> None:
     fetched, source = reader_of(run)
     source.damage = damage
     with pytest.raises(DamagedArchiveError) as caught:
@@ -162,9 +157,6 @@ def test_a_file_that_always_arrives_damaged_is_an_error_with_its_number(run: Run
     assert caught.value.archive == 2
     assert source.asked.count(fetched.info.sha256[archive_name(2)]) == 2
     assert not [path for path in files_of(fetched).cache.folder.iterdir() if path.name.endswith(".tmp")]
-
-
-def test_a_missing_file_is_an_error(run: Run) -> None:
     fetched, source = reader_of(run)
     del source.paths[fetched.info.sha256[archive_name(2)]]
     with pytest.raises(DamagedArchiveError):
@@ -197,7 +189,6 @@ def test_a_bucket_that_does_not_answer_is_not_an_error_of_the_data(is_denied: bo
         def parts(self, key: str) -> Iterator[bytes]:
             yield b"a"
             raise ObjectStorageError("no answer", is_denied=is_denied)
-
     source = StoreSource("s3://bucket/data", cast("ObjectStore", Store()))
     with pytest.raises(expected):
         source.size("0" * 64)
@@ -205,24 +196,25 @@ def test_a_bucket_that_does_not_answer_is_not_an_error_of_the_data(is_denied: bo
         list(source.parts("0" * 64, 2))
 
 
-# Limit of the cache -------------------------------------------------------------------------------
-
-
 def test_the_least_recently_used_files_are_removed(tmp_path: Path, folder: Path) -> None:
-    source, digests = source_of(b"a" * 400, b"b" * 400, b"c" * 400, folder=folder)
+    source, digests = source_of(b"a" * 400, b"b" * 400, b"c" * 400, b"d" * 2000, folder=folder)
     cache = NodeCache(tmp_path / "cache", 1000)
     for digest in digests[:2]:
         cache.fetch(digest, source, silent)
     assert cache.found(digests[0])
     cache.fetch(digests[2], source, silent)
-    assert [cache.found(digest) is not None for digest in digests] == [True, False, True]
+    assert [cache.found(digest) is not None for digest in digests[:3]] == [True, False, True]
+    # larger than the limit
+    with pytest.raises(NodeCacheError):
+        cache.fetch(digests[3], source, silent)
+    assert cache.found(digests[0])
 
 
 def test_a_file_in_use_is_not_removed_until_it_is_freed(tmp_path: Path) -> None:
     content = array_file(tmp_path, 100, 1)
     source, digests = source_of(content, b"b" * len(content), folder=tmp_path)
     cache = NodeCache(tmp_path / "cache", len(content) + 100)
-    files = FetchedFiles(run_folder(digests[0]), source, cache)
+    files = FetchedFiles(SharedFolder("/data", {"info.json": digests[0]}), source, cache)
     arrays = files.arrays("one", digests[0])
     with pytest.raises(NodeCacheError):
         cache.fetch(digests[1], source, silent)
@@ -232,19 +224,6 @@ def test_a_file_in_use_is_not_removed_until_it_is_freed(tmp_path: Path) -> None:
     gc.collect()
     cache.fetch(digests[1], source, silent)
     assert cache.found(digests[0]) is None
-
-
-def run_folder(digest: str) -> SharedFolder:
-    return SharedFolder("/data", {"info.json": digest})
-
-
-def test_a_file_larger_than_the_limit_is_an_error_and_removes_nothing(tmp_path: Path, folder: Path) -> None:
-    source, digests = source_of(b"a" * 400, b"b" * 2000, folder=folder)
-    cache = NodeCache(tmp_path / "cache", 1000)
-    cache.fetch(digests[0], source, silent)
-    with pytest.raises(NodeCacheError):
-        cache.fetch(digests[1], source, silent)
-    assert cache.found(digests[0])
 
 
 def test_the_rest_of_a_killed_process_is_removed(tmp_path: Path, folder: Path) -> None:
@@ -268,30 +247,23 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, folder: Pat
         cache.fetch(digests[0], source, silent)
     assert str(cache.folder) in str(caught.value)
     assert [path.name for path in cache.folder.iterdir()] == [".lock"]
-
-
-def test_unused_files_make_room_on_a_disk_with_less_space_than_the_limit(tmp_path: Path, folder: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    source, digests = source_of(b"a" * 400, b"b" * 400, folder=folder)
-    cache = NodeCache(tmp_path / "cache", LARGE)
-    cache.fetch(digests[0], source, silent)
-    real = os.statvfs(tmp_path)
-
-    class Nearly:
-        f_bavail, f_frsize = 100, 1
-    monkeypatch.setattr("os.statvfs", lambda _: Nearly)
-    cache.fetch(digests[1], source, silent)
-    assert cache.found(digests[0]) is None and real.f_bavail
-    large, [digest] = source_of(b"z" * 5000, folder=folder)
-    with pytest.raises(NodeCacheError):
-        cache.fetch(digest, large, silent)
-
-
-def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path, folder: Path) -> None:
-    source, digests = source_of(b"a" * 400, folder=folder)
+    # no folder can be made
     (tmp_path / "file").write_text("")
     with pytest.raises(NodeCacheError):
         NodeCache(tmp_path / "file" / "cache", LARGE).fetch(digests[0], source, silent)
+
+
+def test_unused_files_make_room_on_a_disk_with_less_space_than_the_limit(
+        tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, digests = source_of(b"a" * 400, b"b" * 400, folder=folder)
+    cache = NodeCache(tmp_path / "cache", LARGE)
+    cache.fetch(digests[0], source, silent)
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=100, f_frsize=1))
+    cache.fetch(digests[1], source, silent)
+    assert cache.found(digests[0]) is None
+    large, [digest] = source_of(b"z" * 5000, folder=folder)
+    with pytest.raises(NodeCacheError):
+        cache.fetch(digest, large, silent)
 
 
 def test_the_memory_of_a_fetch_does_not_depend_on_the_size_of_the_file(tmp_path: Path) -> None:
@@ -304,7 +276,6 @@ def test_the_memory_of_a_fetch_does_not_depend_on_the_size_of_the_file(tmp_path:
         def parts(self, digest: str, size: int) -> Iterator[bytes]:
             for _ in range(32):
                 yield part
-
     digest = hashlib.sha256(part * 32).hexdigest()
     tracemalloc.start()
     try:
@@ -314,26 +285,9 @@ def test_the_memory_of_a_fetch_does_not_depend_on_the_size_of_the_file(tmp_path:
         tracemalloc.stop()
 
 
-# Several processes and threads --------------------------------------------------------------------
-
-
-class SlowSource(FolderSource):
-    """Writes a line per fetch; each part waits for the next number of a gate."""
-
-    def __init__(self, paths: dict[str, Path], log: Path) -> None:
-        super().__init__(paths)
-        self.log = log
-
-    def parts(self, digest: str, size: int) -> Iterator[bytes]:
-        with self.log.open("a") as file:
-            file.write(f"{digest}\n")
-        yield from super().parts(digest, size)
-
-
 def fetch_all(folder: Path, limit: int, source: FolderSource, digests: list[str], rounds: int) -> None:
-    files = FetchedFiles(run_folder(digests[0]), source, NodeCache(folder, limit))
-    for number in range(rounds * len(digests)):
-        digest = digests[number % len(digests)]
+    files = FetchedFiles(SharedFolder("/data", {"info.json": digests[0]}), source, NodeCache(folder, limit))
+    for digest in digests * rounds:
         assert len(files.arrays("one", digest)["features"]) > 0
 
 
@@ -348,17 +302,20 @@ def in_processes(count: int, *arguments: object) -> None:
 
 
 def test_two_workers_of_a_node_fetch_a_file_once(tmp_path: Path, folder: Path) -> None:
+    class Logging(FolderSource):
+        def parts(self, digest: str, size: int) -> Iterator[bytes]:
+            with (tmp_path / "log").open("a") as file:
+                file.write(f"{digest}\n")
+            yield from super().parts(digest, size)
     source, digests = source_of(*(array_file(folder, 50_000, number) for number in range(5)), folder=folder)
-    slow = SlowSource(source.paths, tmp_path / "log")
-    in_processes(3, tmp_path / "cache", LARGE, slow, digests, 2)
+    in_processes(3, tmp_path / "cache", LARGE, Logging(source.paths), digests, 2)
     assert sorted((tmp_path / "log").read_text().split()) == sorted(digests)
 
 
 def test_workers_share_a_cache_that_is_smaller_than_their_data(tmp_path: Path, folder: Path) -> None:
     source, digests = source_of(*(array_file(folder, 5000, number) for number in range(6)), folder=folder)
     in_processes(3, tmp_path / "cache", 90_000, source, digests, 5)
-    used = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
-    assert used <= 90_000
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 90_000
 
 
 def test_progress_is_reported_while_another_process_fetches(tmp_path: Path, folder: Path) -> None:
@@ -377,16 +334,12 @@ def test_progress_is_reported_while_another_process_fetches(tmp_path: Path, fold
     def fetch() -> None:
         cache.fetch(digests[0], Gate(source.paths), silent)
         ended.set()
-
     thread = threading.Thread(target=fetch)
     thread.start()
     assert began.wait(HANGS_S)
     cache.fetch(digests[0], source, seen.set)
     thread.join(HANGS_S)
     assert ended.is_set() and seen.is_set() and source.asked == []
-
-
-# Prefetching --------------------------------------------------------------------------------------
 
 
 def wait_for_prefetch() -> None:
@@ -399,15 +352,12 @@ def test_the_archive_of_the_next_job_is_there_before_it_starts(run: Run) -> None
     fetched, source = reader_of(run)
     fetched.prefetch([2, 0])
     wait_for_prefetch()
-    digests = [fetched.info.sha256[archive_name(number)] for number in (2, 0)]
-    assert source.asked[1:] == digests
     minibatches(fetched, 2)
-    assert source.asked[1:] == digests
+    assert source.asked[1:] == [fetched.info.sha256[archive_name(number)] for number in (2, 0)]
 
 
 def test_a_prefetch_without_room_is_no_error(run: Run) -> None:
-    size = max(path.stat().st_size for path in run.egs.iterdir())
-    fetched, source = reader_of(run, 2 * size)
+    fetched, source = reader_of(run, 2 * max(path.stat().st_size for path in run.egs.iterdir()))
     batches = fetched.minibatches(Shard(0, 0), 64, seed=0, outer_iter=0, job=0)
     next(batches)
     source.damage = lambda _: b""

@@ -48,9 +48,7 @@ def test_the_bytes_are_those_of_kaldis_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "method", "error"), [("CM2", 3, 1e-4), ("CM3", 5, 2e-2), ("CM", 2, 5e-2)])
 def test_compressed_features_are_read_as_kaldiio_reads_them(tmp_path: Path, kind: str, method: int, error: float) -> None:
-    """kaldiio is another implementation of Kaldi's compression; `error` is the rounding of 16 and
-    of 8 bits over 6 deviations.
-    """
+    """`error` is the rounding of 16 and of 8 bits over 6 deviations."""
     kaldiio = pytest.importorskip("kaldiio", reason="the extra asr")
     one = example("k", num_frames=40)
     kaldiio.save_ark(str(tmp_path / "feats.ark"), {"k": one.features_WD}, compression_method=method)
@@ -70,7 +68,6 @@ def test_compressed_features_are_read_as_kaldiio_reads_them(tmp_path: Path, kind
 
 def test_a_file_that_is_cut_off_is_reported(tmp_path: Path) -> None:
     write_nnet3_examples(tmp_path / "egs.ark", [example("a")])
-    content = (tmp_path / "egs.ark").read_bytes()
-    (tmp_path / "egs.ark").write_bytes(content[:-20])
+    (tmp_path / "egs.ark").write_bytes((tmp_path / "egs.ark").read_bytes()[:-20])
     with pytest.raises(DataError, match="nnet3 examples"):
         list(read_nnet3_examples(tmp_path / "egs.ark"))

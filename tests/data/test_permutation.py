@@ -10,18 +10,14 @@ from ngsgd.tasks.datasets import Permutation
 
 @pytest.mark.parametrize("size", [*range(1, 20), 63, 64, 65, 1000, 4097])
 def test_every_entry_appears_once(size: int) -> None:
-    entries = Permutation(size, (3, size)).at(0, size)
-    assert sorted(entries.tolist()) == list(range(size))
+    assert sorted(Permutation(size, (3, size)).at(0, size).tolist()) == list(range(size))
 
 
-def test_any_part_is_that_of_all_entries() -> None:
+def test_any_part_is_that_of_all_entries_and_a_trillion_of_them_need_no_memory() -> None:
     permutation = Permutation(1000, (1,))
     entries = permutation.at(0, 1000)
     assert permutation.at(317, 611).tolist() == entries[317:611].tolist()
     assert permutation.of(np.array([5, 999, 5])).tolist() == entries[[5, 999, 5]].tolist()
-
-
-def test_a_range_of_a_trillion_entries_needs_no_memory() -> None:
     entries = Permutation(10**12, (2,)).at(10**11, 10**11 + 1000)
     assert len(set(entries.tolist())) == 1000
     assert entries.min() >= 0 and entries.max() < 10**12
@@ -50,8 +46,5 @@ def test_entries_look_random() -> None:
 def test_positions_outside_are_refused(first: int, stop: int) -> None:
     with pytest.raises(IndexError):
         Permutation(10, (0,)).at(first, stop)
-
-
-def test_no_entry_is_refused() -> None:
     with pytest.raises(ValueError, match="entry"):
         Permutation(0, (0,))

@@ -19,9 +19,7 @@ WARM_UP, MEASURED = 12, 16
 
 
 def audit(make: Any) -> dict[str, Any]:
-    """Launches of each measured step, and of each place where the host waited the steps in which it
-    did.
-    """
+    """Launches of each measured step, and in how many steps the host waited, by place."""
     watch = pretended.Watch()
     launches, waits = [], dict[str, int]()
     with watch:

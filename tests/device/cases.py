@@ -24,7 +24,7 @@ from ngsgd.hypergrad import ReversibleSGD
 from ngsgd.models import DataStatistics, Window, build_model
 from ngsgd.ops.averaging import average_parameters
 from ngsgd.optim import SGD
-from ngsgd.preconditioners import METHODS
+from ngsgd.preconditioners import METHODS, Method
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.objectives import Denominator, SequenceObjective
 from ngsgd.training.parameter_vector import FlatLayout
@@ -42,8 +42,7 @@ WINDOW = Window(4, 4, D, 0)
 class Case(NamedTuple):
     """What a case is of, and how it is made."""
 
-    # names that users write: of a class, a function or a kind
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # names that users write: of a class, a function or a kind
     make: Callable[[], Step]
 
 
@@ -103,11 +102,10 @@ def network(config: ModelConfig) -> nn.Module:
                        statistics=DataStatistics(counts, transform))
 
 
-TDNN = ModelConfig(kind="tdnn", hidden_dim=32, tdnn_offsets="-1,0,1 -1,1 -2,2 0 0", normalize="renormalize")
 NETWORKS = {
     "relu": ModelConfig(num_layers=2, hidden_dim=32),
     "pnorm": ModelConfig(kind="pnorm", num_layers=2, hidden_dim=40),
-    "tdnn": TDNN,
+    "tdnn": ModelConfig(kind="tdnn", hidden_dim=32, tdnn_offsets="-1,0,1 -1,1 -2,2 0 0", normalize="renormalize"),
     "tdnnf": ModelConfig(kind="tdnnf", hidden_dim=32, bottleneck_dim=8, tdnn_offsets="-1,0,1 -1,0,1"),
     "batchnorm": ModelConfig(num_layers=2, hidden_dim=32, normalize="batchnorm"),
     "dropout": ModelConfig(num_layers=2, hidden_dim=32, dropout_schedule="0.2,0.2"),
@@ -125,10 +123,14 @@ def _training(make_model: Callable[[], nn.Module], make_optimizer: Callable[[nn.
     x, y = _data(shape)
     if words:
         x = _on_device(torch.randint(16, shape))
+    return _stepping(model, optimizer, x, y, "sum")
 
+
+def _stepping(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor,
+              reduction: str = "mean") -> Step:
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+        nn.functional.cross_entropy(model(x).float(), y, reduction=reduction).backward()
         optimizer.step()
 
     return step
@@ -136,24 +138,21 @@ def _training(make_model: Callable[[], nn.Module], make_optimizer: Callable[[nn.
 
 def _autocast(make_optimizer: Callable[[nn.Module], Any]) -> Step:
     model, (x, y) = moved(mlp().bfloat16()), _data()
-    optimizer, x = make_optimizer(model), x.bfloat16()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x).float(), y, reduction="sum").backward()
-        optimizer.step()
-
-    return step
+    return _stepping(model, make_optimizer(model), x.bfloat16(), y, "sum")
 
 
 _ng = partial(ngsgd.NGSGD, lr=0.01)
 
 
+# a combination that no method has
+_COMBINED: dict[str, Any] = {"curvature": "exact", "representation": "dimensions", "granularity": "layer", "solver": "eigen"}
+
+
 def _preconditioner(kind: str) -> Step:
     torch.manual_seed(0)
     model, (x, y) = moved(mlp()), _data()
-    options = {} if kind in EVERY_MINIBATCH else {"curvature_interval": 4, "inverse_interval": 8}
-    preconditioner = METHODS[kind](model, **options)
+    options: dict[str, Any] = {} if kind in EVERY_MINIBATCH else {"curvature_interval": 4, "inverse_interval": 8}
+    preconditioner = Method(model, **_COMBINED, **options) if kind == "method" else METHODS[kind](model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
@@ -191,27 +190,11 @@ def _objective(kind: Any) -> Step:
     return lambda: objective(y_NP, labels, (4, 3), weight).backward()
 
 
-def _reversible() -> Step:
-    model, (x, y) = moved(mlp()), _data()
-    optimizer = ReversibleSGD(model, lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
 def _exchange() -> Step:
     """What a job takes and gives: a vector of the host, and back."""
     model = moved(mlp())
     layout = FlatLayout.of(model)
-
-    def step() -> None:
-        layout.load(model, layout.flatten(model.state_dict()))
-
-    return step
+    return lambda: layout.load(model, layout.flatten(model.state_dict()))
 
 
 def _average() -> Step:
@@ -226,15 +209,9 @@ def _local_sgd(outer: str) -> Step:
                                     timeout=timedelta(seconds=30))
     model, (x, y) = moved(mlp()), _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    local = ngsgd.LocalSGD(model, optimizer, sync_every=4, outer=outer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        local.step(len(x))
-
-    return step
+    local, step = ngsgd.LocalSGD(model, optimizer, sync_every=4, outer=outer), _stepping(model,
+                                 optimizer, x, y)
+    return lambda: (step(), local.step(len(x)))
 
 
 def _rows(function: Callable[[Tensor], Any]) -> Step:
@@ -260,7 +237,8 @@ def _cases() -> dict[str, Case]:
         "SGD": Case(("SGD",), lambda: _training(mlp, partial(SGD, lr=1e-4))),
         "NaturalMuon": Case(("NaturalMuon",), lambda: _training(
             mlp, partial(ngsgd.NaturalMuon, lr=0.01))),
-        "ReversibleSGD": Case(("ReversibleSGD",), _reversible),
+        "ReversibleSGD": Case(("ReversibleSGD",),
+                              lambda: _training(mlp, partial(ReversibleSGD, lr=0.01))),
         "torch.optim.SGD": Case((), lambda: _training(mlp, lambda model: torch.optim.SGD(
             model.parameters(), lr=1e-4, foreach=True))),
         "OnlineNaturalGradient": Case(("OnlineNaturalGradient",), lambda: _rows(
@@ -273,15 +251,13 @@ def _cases() -> dict[str, Case]:
            for outer in ("average", "bmuf", "diloco")},
         **{f"preconditioner {kind}": Case((METHODS[kind].__name__,), partial(_preconditioner, kind))
            for kind in METHODS},
+        "preconditioner method": Case(("Method",), partial(_preconditioner, "method")),
         **{f"curvature {name}": Case((name,), partial(_quantity, name)) for name in QUANTITIES if name not in NOT_RUN},
         **{f"objective {kind}": Case((kind,), partial(_objective, kind))
            for kind in ("mmi", "bmmi", "mpe", "smbr", "lfmmi")},
         **{f"network {kind}": Case((config.kind,), partial(
             _training, partial(network, config), _ng, (N, 9 * D)))
            for kind, config in NETWORKS.items()},
-        "network tdnn, torch.optim.SGD": Case((), partial(
-            _training, partial(network, TDNN), lambda model: torch.optim.SGD(
-                model.parameters(), lr=1e-4, foreach=True), (N, 9 * D))),
     }
 
 

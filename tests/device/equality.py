@@ -61,14 +61,28 @@ def _convolutions() -> nn.Module:
 
 
 def _norms() -> nn.Module:
-    return nn.Sequential(nn.Linear(D, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.LayerNorm(32),
-                         nn.Linear(32, CLASSES))
+    model = nn.Sequential(nn.Linear(D, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, CLASSES))
+    # its estimate never begins
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+def _images() -> nn.Module:
+    """Convolutions with and without bias and groups; normalizations of channels; some frozen."""
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(),
+        nn.Conv2d(8, 4, 3, padding=1, groups=2), nn.BatchNorm2d(4), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, CLASSES))
+    for frozen in (model[7].bias, model[8].weight):
+        frozen.requires_grad_(False)
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "layers of one shape": (_mlp, {}), "a layer used twice": (_Twice, {}),
     "frozen parameters": (_frozen, {}), "convolutions": (_convolutions, {}),
-    "normalization": (_norms, {}), "loss is a mean": (_mlp, {"loss_reduction": "mean", "lr": 0.02}),
+    "normalization": (_norms, {}), "images": (_images, {}), "loss is a mean": (_mlp, {"loss_reduction": "mean", "lr": 0.02}),
     "momentum": (_mlp, {"momentum": 0.5}), "masked rows": (_mlp, {"ignore_zero_rows": True}),
     "limit of rows": (_mlp, {"max_change_per_sample": 0.01}),
     "raise": (_mlp, {"on_nonfinite": "raise"}), "cosines": (_mlp, {"cosine_period": 3}),
@@ -97,7 +111,8 @@ def differences(name: str) -> tuple[float, float]:
     watch, options = Watch(), {"lr": 0.01, **options}
     train = partial(_train, accumulates=name == "accumulation",
                     reduction=options.get("loss_reduction", "sum"))
-    of_cpu = ngsgd.NGSGD(here, **options)
+    # as on the device
+    of_cpu = ngsgd.NGSGD(here, update="polar", **options)
     with watch:
         of_device = ngsgd.NGSGD(there, **options)
     for number, (x, y) in enumerate(zip(x_SND, y_SN, strict=True)):

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from ngsgd.ops.device import triton_kernels
+
 _NAME = "pretended"
 _ROOT = Path(__file__).parents[2]
 _aten = torch.ops.aten
@@ -41,8 +43,8 @@ _WAITS = {
     "bincount", "histc",
 }
 # work of the host: the plan of a batch, from the lengths of its sequences; once, a search for
-# products of the CPU; once per estimate, its start
-_ON_HOST = {"in ngsgd/sequence/forward_backward.py, of", "in ngsgd/ops/gemm.py, is_there",
+# products of the CPU; once per estimate, its start; once per value, constants
+_ON_HOST = {"in ngsgd/ops/tensors.py, __call__", "in ngsgd/sequence/forward_backward.py, of", "in ngsgd/ops/gemm.py, is_there",
             "in ngsgd/ops/natural_gradient.py, initial_state"}
 # no kernel: only sizes, strides or memory
 _FREE = {
@@ -94,6 +96,7 @@ class _Generator(torch.Generator):
 def register() -> None:
     """Make the device known to torch, once in a process."""
     _setup_privateuseone_for_python_backend(_NAME)
+    triton_kernels.DEVICES.add(_NAME)
     torch.Generator = _Generator  # type: ignore[misc]
 
 
@@ -159,8 +162,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches = Counter[str]()
-        # place in the project -> times
-        self.waits = Counter[str]()
+        self.waits = Counter[str]()  # place in the project -> times
         self.inside_step = False
 
     @contextmanager
@@ -242,9 +244,7 @@ class Watch(TorchDispatchMode):
 
 
 class _Numbers(TorchFunctionMode):
-    """`torch.tensor` of numbers on the host, which no operator sees: a copy that the host waits
-    for.
-    """
+    """`torch.tensor` of numbers on the host, a copy that no operator sees."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -272,9 +272,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _num_kernels(function: Any, name: str, args: Any) -> int:
-    """Kernels that a GPU launches for an operator: none for views, one for each result of a
-    backward pass, one for a list.
-    """
+    """Kernels of an operator: none for views, one for each result of a backward pass or a list."""
     if name in _FREE or _is_view(function):
         return 0
     if name == "convolution_backward":
@@ -320,6 +318,3 @@ def host(thing: Any) -> Any:
         return value.raw.clone() if _is_ours(value) else value
 
     return tree_map(plain, thing)
-
-
-Step = Callable[[], Any]

@@ -26,11 +26,10 @@ ROOT = Path(__file__).parents[2]
 # names that compute nothing on a device by themselves
 _NO_STEP = {"DummyObject", "METHODS", "Preconditioner", "GradientMaker", "Optimizer", "StepActivity"}
 # tests that look at certain cases
-_READ_MANY = {"test_natural_gradient_launches_little_more_than_sgd",
-              "test_every_transfer_of_estimates_is_one_wait"}
-# launches of torch.optim.SGD(foreach=True), within and outside of steps that update Fisher
-# estimates
-_BUDGET, _BUDGET_OF_UPDATES = 1.6, 3.0
+_READ_MANY = {"test_no_update_of_estimates_waits"}
+# launches relative to torch.optim.SGD(momentum, foreach=True): 55 to 35, 75 to 41, 140 to 119, 220
+# to 141, 70 to 47
+GOALS = {"mlp": 1.572, "tdnn": 1.83, "gpt": 1.177, "resnet14": 1.561, "3c3d": 1.49}
 
 
 def _run(*arguments: str) -> dict[str, Any]:
@@ -52,8 +51,14 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     asked = {item.callspec.params.get("case") for item in own if hasattr(item, "callspec")}
     names = {name for name in CASES if name in asked}
     if any(item.originalname in _READ_MANY for item in own):
-        names |= {"NGSGD", "network tdnn", "network tdnn, torch.optim.SGD"}
+        names |= {"NGSGD"}
     return _run("tests.device.audit", *sorted(names))
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[str, Any]:
+    """What `tests.device.launches` prints."""
+    return _run("tests.device.launches")
 
 
 pytestmark = pytest.mark.slow
@@ -69,19 +74,19 @@ def test_a_step_runs_on_the_device_and_waits_only_where_listed(
         assert steps <= wait.steps, (place, steps)
 
 
-def test_natural_gradient_launches_little_more_than_sgd(seen: dict[str, Any]) -> None:
-    """The 6-layer TDNN of `ngsgd.models`."""
-    launches = seen["network tdnn"]["launches"]
-    plain = max(seen["network tdnn, torch.optim.SGD"]["launches"])
-    # one step in four moves the estimates, and the next one takes them over
-    others = sorted(launches)[:len(launches) // 2]
-    assert max(others) <= _BUDGET * plain
-    assert max(launches) <= _BUDGET_OF_UPDATES * plain
+@pytest.mark.parametrize("net", GOALS)
+def test_a_step_launches_little_more_than_sgd_and_never_waits(net: str, launched: dict[str, Any]) -> None:
+    """The mean of a period: a step records an update, and the next one computes it."""
+    own, sgd = launched[net]["NGSGD"], launched[net]["torch.optim.SGD"]
+    assert own["waits"] == []
+    assert len(set(own["launches"])) > 1
+    assert sum(own["launches"]) <= GOALS[net] * sum(sgd["launches"])
 
 
-def test_every_transfer_of_estimates_is_one_wait(seen: dict[str, Any]) -> None:
+def test_no_update_of_estimates_waits(seen: dict[str, Any]) -> None:
     # 16 steps, update period 4
-    assert [steps for place, steps in seen["NGSGD"]["waits"].items() if "_to_host" in place] == [4]
+    assert len(set(seen["NGSGD"]["launches"])) > 1
+    assert [place for place in seen["NGSGD"]["waits"] if "preconditioners" in place or "layers" in place] == []
 
 
 def test_all_public_names_have_a_case() -> None:
@@ -98,12 +103,12 @@ def test_all_public_names_have_a_case() -> None:
 
 
 def test_numbers_on_the_device_are_those_of_a_cpu() -> None:
-    """Layers in batches there, one by one here; float32 sums in another order."""
+    """Layers in batches there, one by one here; float32 sums in another order, over 30 steps."""
     found = _run("tests.device.equality")
     assert found
     for case, (of_parameters, of_estimates) in found.items():
-        assert of_parameters < 1e-4, case
-        assert of_estimates < 1e-3, case
+        assert of_parameters < 1e-5, case
+        assert of_estimates < 1e-4, case
 
 
 def test_recorded_steps_are_bitwise_those_without_a_graph() -> None:

@@ -25,11 +25,9 @@ class Wait(NamedTuple):
 
 _LOOK, _INVERSE = "once per `curvature_interval`", "once per `inverse_interval`"
 _EVERY = "every step"
-_SHIP = "the R x R algebra runs on the host in float64; the transfer starts in the step before"
 _FINITE = "a curvature update that is not finite is skipped"
 WAITS = (
-    Wait("ngsgd/preconditioners/update_queue.py", "_to_host", 16, "once per `update_period`", _SHIP),
-    Wait("ngsgd/optim/activity.py", "activity", 1, "steps 1, 2, 4, 8, 16 ...",
+    Wait("ngsgd/optim/optimizer.py", "activity", 1, "steps 1, 2, 4, 8, 16 ...",
          "the warning about steps that limits shorten"),
     Wait("ngsgd/cluster/replicas/exchanged_tensors.py", "fill", 4, "once per `sync_every`",
          "a rank that is not finite is excluded"),
@@ -43,11 +41,11 @@ WAITS = (
     Wait("ngsgd/ops/averaging.py", "<genexpr>", 16, "once per average",
          "entries that are equal stay bitwise equal"),
     Wait("ngsgd/curvature/losses.py", "evaluation", 16, _LOOK, "negative weights raise an error"),
-    Wait("ngsgd/curvature/products/hessian.py", "_second_derivative", 16, "`diag_h` alone",
+    Wait("ngsgd/curvature/graph.py", "_second_derivative", 16, "`diag_h` alone",
          "zero second derivatives are skipped"),
     Wait("ngsgd/preconditioners/fisher_recorder.py", "_differentiated", 16, _LOOK,
          "the number of rows divides the statistics"),
-    Wait("ngsgd/curvature/second_order/full_model.py", "<genexpr>", 16, _LOOK,
+    Wait("ngsgd/curvature/products.py", "<genexpr>", 16, _LOOK,
          "the number of rows divides the products"),
     Wait("ngsgd/preconditioners/estimates.py", "<genexpr>", 16, _LOOK, _FINITE),
     Wait("ngsgd/preconditioners/methods/kfac.py", "<genexpr>", 4, _LOOK, _FINITE),
@@ -62,16 +60,17 @@ WAITS = (
     Wait("ngsgd/preconditioners/methods/kbfgs.py", "_norms", 8, _LOOK, "the step's length"),
     Wait("ngsgd/preconditioners/methods/shampoo.py", "_tracked", 2, _INVERSE,
          "QR decomposition"),
-    Wait("ngsgd/preconditioners/methods/hessian_free.py", "apply", 16, _EVERY,
+    Wait("ngsgd/preconditioners/methods/second_derivatives.py", "apply", 16, _EVERY,
          "the conjugate gradients stop by a test"),
     Wait("ngsgd/ops/linalg.py", "conjugate_gradients", 16, _EVERY, "as above"),
-    Wait("ngsgd/preconditioners/methods/simple_ng.py", "_preconditioned", 16, _EVERY,
+    Wait("ngsgd/preconditioners/fisher_method.py", "_preconditioned", 16, _EVERY,
          "rows that are not finite are skipped; `NGSGD` decides that on the device"),
     Wait("ngsgd/preconditioners/online.py", "_raise_unless_finite", 16,
          "every step with `on_nonfinite=\"raise\"`", "the error names the minibatch"),
     Wait("ngsgd/preconditioners/methods/torch_optimizers.py", "finite", 16, _EVERY,
          "a gradient that is not finite leaves the moments alone"),
     Wait("ngsgd/ops/linalg.py", "damped_cholesky", 2, _INVERSE, "more damping where it fails"),
+    Wait("ngsgd/ops/linalg.py", "damped_inverse", 2, _INVERSE, "as above"),
     Wait("ngsgd/ops/linalg.py", "eigh", 2, _INVERSE, "the decomposition checks its result"),
     Wait("ngsgd/ops/linalg.py", "bfgs_inverse", 8, _LOOK, "a pair of no curvature is skipped"),
     Wait("ngsgd/ops/linalg.py", "doubly_damped", 4, _LOOK, "Powell's damping"),
@@ -81,9 +80,9 @@ WAITS = (
     Wait("ngsgd/ops/simple_natural_gradient.py", "_held_out", 16, _EVERY, "as above"),
     Wait("ngsgd/hypergrad/reversible_sgd.py", "_changed", 16, _EVERY,
          "a parameter that somebody changed could not be taken back"),
-    Wait("ngsgd/hypergrad/fused.py", "add_scaled", 16, _EVERY, "numbers out of range"),
-    Wait("ngsgd/hypergrad/fused.py", "_in_range", 16, _EVERY, "numbers out of range"),
-    Wait("ngsgd/hypergrad/fused.py", "apply_velocity", 16, _EVERY, "numbers out of range"),
+    Wait("ngsgd/hypergrad/exact_momentum.py", "add_scaled", 16, _EVERY, "numbers out of range"),
+    Wait("ngsgd/hypergrad/exact_momentum.py", "_in_range", 16, _EVERY, "numbers out of range"),
+    Wait("ngsgd/hypergrad/exact_momentum.py", "apply_velocity", 16, _EVERY, "numbers out of range"),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngsgd.asr.corpora.digits.labels import TOPOLOGY
+from ngsgd.asr.corpora.digits import TOPOLOGY
 from ngsgd.launcher.cli import main
 from tests.docs.pages import FENCE, PAGES, ROOT, name
 from tests.integration.service import TINY
@@ -25,7 +25,7 @@ from tests.tiers import HANGS_S
 _LOADER = [(torch.zeros(8, 40), torch.arange(8)) for _ in range(3)]
 _GIVEN: dict[str, dict[str, Any]] = {"docs/natural-gradient.md": {"torch": torch, "loader": _LOADER}}
 # processes import their script
-_SCRIPTS = {"docs/any-model.md", "docs/local-sgd.md"}
+_SCRIPTS = {"docs/any-model.md", "docs/local-sgd.md", "docs/trackers.md"}
 _OF_A_RUN = {"docs/tutorial.md", "docs/transcribe.md", "docs/export.md"}
 # their own tests run them and check the output
 _ELSEWHERE = {"docs/curvature.md", "docs/mlflow.md", "docs/preconditioners.md"}

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.launcher import reference
 from tests import entries
 from tests.docs.pages import FENCE, ROOT, name
 from tests.docs.pages import PAGES as ALL_PAGES
 from tests.launcher.commands import mistakes
 from tests.suggested import rejection
+from tools import reference
 
 # commands of measurements are those of their commit
 PAGES = [page for page in ALL_PAGES if page.name not in ("RESULTS.md", "CHANGELOG.md")
@@ -74,7 +74,7 @@ def test_every_test_named_by_the_fault_matrix_exists() -> None:
             assert not test or f"def {test}(" in path.read_text(encoding="utf-8"), cited
 
 
-@pytest.mark.parametrize("page", [entries.PAGE, entries.CASES])
+@pytest.mark.parametrize("page", [entries.PAGE, entries.CASES, entries.HYDRA])
 def test_the_tables_of_situations_match_the_tests(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert entries.with_tables(text, page, entries.entries()) == text, "run python -m tests.entries"

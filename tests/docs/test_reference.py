@@ -1,28 +1,35 @@
-"""The reference is generated from the code, and covers every exported name."""
+"""The reference is generated from the code and complete, and examples in docstrings run."""
 
 from __future__ import annotations
 
+import doctest
+import glob
 import importlib
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
 from ngsgd import errors
 from ngsgd.config.build import paths
-from ngsgd.launcher import python_reference, reference
 from ngsgd.launcher.config import describe
 from tests.docs.pages import ROOT
+from tools import python_reference, reference
 
 REFERENCE = ROOT / "docs" / "reference"
 PACKAGES = ["ngsgd", "ngsgd.asr", "ngsgd.asr.corpora.corpus", "ngsgd.config", "ngsgd.curvature", "ngsgd.data.archives",
             "ngsgd.hypergrad", "ngsgd.models", "ngsgd.optim", "ngsgd.optim.layers", "ngsgd.optim.outer", "ngsgd.pipeline",
             "ngsgd.pipeline.combination", "ngsgd.preconditioners", "ngsgd.tasks"]
 
+# pytest's own option for this imports every module of every package in every process
+FILES = [Path(name) for name in sorted(glob.glob("ngsgd/**/*.py", root_dir=ROOT, recursive=True))
+         if ">>> " in (ROOT / name).read_text(encoding="utf-8")]
+
 
 def _entries() -> list[str]:
-    text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.rglob("python*.md"))
-    text += "".join(page.read_text(encoding="utf-8") for page in (REFERENCE / "python").glob("*.md"))
+    pages = [*REFERENCE.rglob("python*.md"), *(REFERENCE / "python").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     return re.findall(r"^### (ngsgd\.\S+)$", text, re.MULTILINE)
 
 
@@ -67,3 +74,10 @@ def test_every_option_is_in_the_reference_with_a_help_text() -> None:
     assert [path for path in paths() if f"| `{path}` |" not in page] == []
     assert [one.path for one in describe.options()] == paths()
     assert [one.path for one in describe.options() if len(one.help) < 10] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_an_example_gives_what_it_says(file: Path) -> None:
+    module = importlib.import_module(".".join(file.with_suffix("").parts))
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0 and len(FILES) >= 15

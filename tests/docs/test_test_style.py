@@ -1,6 +1,4 @@
-"""Tests do not depend on the wording of a message, on private names or on the clock
-(tests/style.py).
-"""
+"""Tests do not depend on the wording of a message, private names or the clock (tests/style.py)."""
 
 from __future__ import annotations
 
@@ -38,10 +36,15 @@ def test_each_kind_is_found(line: str, kind: str) -> None:
     assert (found.kind, found.line) == (kind, 2)
 
 
-def test_sentences_among_the_cases_are_found() -> None:
+def test_sentences_among_the_cases_are_found_but_not_in_marked_tests() -> None:
     cases = "@pytest.mark.parametrize(('x', 'told'), [(1, 'x must be at least two')])\n"
     test = "def test_it(x, told):\n    with pytest.raises(ValueError, match=told):\n        f(x)\n"
     assert [found.kind for found in style.findings_in(cases + test, "test_it.py")] == [PROSE]
+
+
+    line = "assert 'the model cannot be read' in str(error.value)"
+    for mark in ("@pytest.mark.faults\n", "pytestmark = pytest.mark.slow\n"):
+        assert style.findings_in(f"{mark}def test_it():\n    {line}\n", "test_it.py") == []
 
 
 @pytest.mark.parametrize("line", [
@@ -53,9 +56,3 @@ def test_sentences_among_the_cases_are_found() -> None:
 ])
 def test_names_and_numbers_are_allowed(line: str) -> None:
     assert style.findings_in(f"def test_it():\n    {line}\n", "test_it.py") == []
-
-
-def test_marked_tests_are_not_examined() -> None:
-    line = "assert 'the model cannot be read' in str(error.value)"
-    assert style.findings_in(f"@pytest.mark.faults\ndef test_it():\n    {line}\n", "test_it.py") == []
-    assert style.findings_in(f"pytestmark = pytest.mark.slow\ndef test_it():\n    {line}\n", "test_it.py") == []

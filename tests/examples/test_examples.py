@@ -29,14 +29,21 @@ _SMALL = {
     "image_classification.py": (["2", "2"], 2.0),
     "kfac.py": (["1", "kfac"], 1.5),
     "local_sgd.py": (["2"], 1.5),
+    "lightning_local_sgd.py": (["2"], 1.5),
+    "accelerate_local_sgd.py": (["2"], 1.5),
     # 6 tags: 1.79
     "lstm_tagger.py": (["40"], 1.2),
 }
 
 
 def run(folder: Path, script: str, *arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if script == "local_sgd.py" else []
+    path = [str(EXAMPLES.parent)]
+    if script.startswith("lightning"):
+        (folder / "sitecustomize.py").write_text("import tests.torchvision_operators\n")
+        path.append(str(folder))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    is_by_torchrun = script.endswith("local_sgd.py") and not script.startswith("ray_")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_by_torchrun else []
     done = subprocess.run([sys.executable, *launcher, str(EXAMPLES / script), *arguments], cwd=folder, env=environment,
                           capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -51,6 +58,17 @@ def test_it_trains_and_also_prints_the_loss_of_plain_torch(script: str, tmp_path
     # a run of its own ends with a table of its metrics, before the lines of the script
     assert len(losses) >= 2
     assert all(loss < largest for loss in losses), losses
+
+
+@pytest.mark.slow
+@pytest.mark.services
+@pytest.mark.same_process("ray")
+def test_the_loops_of_lightning_and_ray_train_are_the_plain_one(tmp_path: Path) -> None:
+    ours = [re.findall(r"valid loss (\d+\.\d+)$", run(tmp_path, f"{name}local_sgd.py", "2"), re.MULTILINE)
+            for name in ("", "lightning_", "ray_train_")]
+    assert ours[0][0] == ours[1][0] == ours[2][0]
+    # AdamW with an average every 20 steps, which the plain script compares with DDP
+    assert ours[1][1] == ours[2][1] != ours[0][1]
 
 
 @pytest.mark.slow
@@ -71,4 +89,5 @@ def test_a_hypergradient_is_the_finite_difference_of_torch(tmp_path: Path) -> No
 def test_every_example_is_run() -> None:
     # in tests/exports, which has exported models, and in tests/docs
     elsewhere = {"onnx_recognizer.py", "speak_digits.py"}
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*_SMALL, *elsewhere, "gradient_variance.py", "hypergradient.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*_SMALL, *elsewhere, "gradient_variance.py", "hypergradient.py",
+                                                             "ray_train_local_sgd.py"}

@@ -1,6 +1,4 @@
-"""Exported models of every kind, run by other programs over the complete test set of a small
-corpus.
-"""
+"""Exported models of every kind, run by other programs over the test set of a small corpus."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from ngsgd.asr.lang import graphs
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.commands.train import open_run
-from ngsgd.pipeline import build_run, recipe
+from ngsgd.pipeline import build_run, recipe, score
 from ngsgd.pipeline.run import Run
 from ngsgd.runs.final_model import open_final
 from ngsgd.word_errors import WordErrors
@@ -56,8 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cnn": {"model": custom("small_cnn:SmallCnn", channels=4, hidden_dim=16), "schedule": {"num_epochs": 1.0}},
     "conformer": {"model": custom("small_conformer:SmallConformer", dim=16, num_blocks=1), "schedule": {"num_epochs": 1.0}},
     "ivectors": {"model": {**SMALL, **OFFSETS, "kind": "tdnn"}, "features": {"cmvn": "online"},
-                 "ivectors": {"dim": 4, "num_gaussians": 8, "num_iters": 3}},
-}
+                 "ivectors": {"dim": 4, "num_gaussians": 8}}}
 Trained = Callable[[str], Run]
 
 
@@ -72,22 +69,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         if name not in runs:
             settings = {"data": {"source": str(source), "alignment": "flat", "labels": "one_step"},
                         "align": {"num_passes": 1, "hidden_dim": 32},
-                        "egs": {"samples_per_iter": 2000}, "schedule": {"num_epochs": 3.0}, "features": {"cmvn": "utterance"},
-                        # a network that has learned little has large lattices
-                        "decode": {"lattices": True, "lattice_beam": 0.5},
-                        "cluster": {"kind": "in_process"}, "output_dir": str(folder / "runs"), **SETTINGS[name]}
-            config = recipe("kaldi", **settings)
-            run = build_run(config)
-            run.train()
+                        "egs": {"samples_per_iter": 2000}, "schedule": {"num_epochs": 3.0},
+                        "features": {"cmvn": "utterance"}, "decode": {"lattices": True},
+                        "cluster": {"kind": "in_process"}, "output_dir": str(folder / "runs"),
+                        **SETTINGS[name]}
+            run = build_run(recipe("kaldi", **settings))
+            with pytest.MonkeyPatch.context() as patched:
+                # a network that has learned little has large lattices
+                patched.setattr(score, "LATTICE_BEAM", 0.5)
+                run.train()
             runs[name] = open_run(run.folder.path, quiet=True)
         return runs[name]
     return run_of
 
 
 def sequences(run: Run) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]]:
-    """(frames with context, i-vectors) of each test utterance; with i-vectors a sequence for each
-    of its frames.
-    """
+    """(frames with context, i-vectors) of each test utterance, or with i-vectors of each frame."""
     frames, left, right = run.data.corpus.test.frames, run.config.egs.left_context, run.config.egs.right_context
     for first, end in zip(frames.offsets[:-1], frames.offsets[1:], strict=True):
         x_TD = frames.features_TD[first:end]
@@ -100,12 +97,14 @@ def sequences(run: Run) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[n
 
 
 def words_of(run: Run, logliks: list[npt.NDArray[np.float32]], graph: Path, scale: float) -> tuple[tuple[str, ...], ...]:
-    """Of the test set, by the graph next to the exported model."""
+    """Of the test set, by the graph next to the exported model; they have the WER of the run."""
     import kaldifst
 
-    language = run.data.corpus.language
+    language, test = run.data.corpus.language, run.data.corpus.test
     read = graphs.Graph(kaldifst.StdVectorFst.read(str(graph)), language.topology.words)
-    return decode_set(read, run.config.decode, scale, logliks, language.num_pdfs)
+    found = decode_set(read, run.config.decode, scale, logliks, language.num_pdfs)
+    assert asdict(scoring.score(test.texts, found, test.frames.utt_ids)[0]) == run.metrics["test"]
+    return found
 
 
 def wav_files(run: Run) -> list[Path]:
@@ -131,8 +130,6 @@ def test_onnxruntime_gives_the_wer_of_the_run(name: str, trained: Trained, tmp_p
         feed = {"frames": frames_NTD} | ({} if beside_NS is None else {"ivectors": beside_NS})
         logliks.append(session.run(["loglik"], feed)[0].reshape(-1, len(json.loads(metadata["priors"]))))
     found = words_of(run, logliks, tmp_path / "model.fst", json.loads(metadata["acoustic_scale"]))
-    test = run.data.corpus.test
-    assert asdict(scoring.score(test.texts, found, test.frames.utt_ids)[0]) == run.metrics["test"]
     assert [list(words) for words in found] == words_of_the_run(run)
     assert json.loads(metadata["provenance"])["wer"]["test"] == run.metrics["test"]
     assert json.loads(metadata["features"])["sample_rate_hz"] == 16000 and json.loads(metadata["words"]) == ["NO", "YES"]
@@ -148,9 +145,8 @@ def test_a_program_of_torch_export_gives_the_wer_of_the_run(name: str, trained: 
     network = torch.export.load(model, extra_files=extra).module()
     with torch.no_grad():
         logliks = [network(torch.from_numpy(frames_NTD))[0].numpy() for frames_NTD, _ in sequences(run)]
-    found = words_of(run, logliks, tmp_path / "model.fst", json.loads(extra["about.json"])["acoustic_scale"])
-    test = run.data.corpus.test
-    assert asdict(scoring.score(test.texts, found, test.frames.utt_ids)[0]) == run.metrics["test"]
+    words_of(run, logliks, tmp_path / "model.fst",
+             json.loads(extra["about.json"])["acoustic_scale"])
 
 
 @pytest.mark.parametrize("name", ["tdnn", "mfcc"])

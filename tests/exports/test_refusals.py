@@ -17,9 +17,9 @@ from ngsgd.config import FeatureConfig
 from ngsgd.errors import ConfigError, MissingExtraError
 from ngsgd.exports import onnx
 from ngsgd.exports.sherpa import mfcc_matrix, require_support
+from ngsgd.exports.source import StandaloneNetwork
 from ngsgd.launcher.cli import main
 from ngsgd.models import Window
-from ngsgd.models.standalone import StandaloneNetwork
 from tests.launcher.commands.test_kaldi import write_run
 
 FORMATS = ["onnx", "torch", "sherpa-onnx", "huggingface"]
@@ -71,22 +71,15 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
         onnx.convert(nn.Linear(2, 2), (torch.zeros(1, 2),), ({},), input_names=["x"], output_names=["y"], facts={})
 
 
-class Branching(nn.Module):
-    """Decides by the values of a minibatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.output = nn.Linear(9, 2)
-
+class Branching(nn.Linear):
     def forward(self, x_NI: Tensor) -> Tensor:
-        y: Tensor = self.output(x_NI if x_NI.sum() > 0.0 else -x_NI)
-        return y
+        return super().forward(x_NI if x_NI.sum() > 0.0 else -x_NI)
 
 
 @pytest.mark.slow
 def test_a_custom_model_that_torch_cannot_export_is_an_error() -> None:
     pytest.importorskip("onnxscript")
-    network = StandaloneNetwork(Branching(), Window(1, 1, 3), np.array([0.5, 0.5])).eval()
+    network = StandaloneNetwork(Branching(9, 2), Window(1, 1, 3), np.array([0.5, 0.5])).eval()
     frames = torch.export.Dim("T", min=4, max=100)
     with pytest.raises(ConfigError, match="torch cannot export"):
         onnx.convert(network, (torch.ones(1, 9, 3),), ({1: frames},), input_names=["frames"], output_names=["loglik"], facts={})

@@ -1,5 +1,4 @@
-"""Crash points: the process dies, or the disk is full, before each operation that changes a file.
-"""
+"""Crash points: the process dies, or the disk is full, before each change of a file."""
 
 from __future__ import annotations
 

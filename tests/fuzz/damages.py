@@ -49,9 +49,6 @@ def kinds_for(path: Path, canary: Path) -> dict[str, Damage]:
     return found
 
 
-# Bytes ------------------------------------------------------------------------------------
-
-
 def _bytes(change: Callable[[bytearray, random.Random], bytes | bytearray]) -> Damage:
     """Damage of a regular file's content."""
     def apply(path: Path, rng: random.Random) -> None:
@@ -103,9 +100,6 @@ def _at(data: bytearray, rng: random.Random) -> int:
     return rng.randrange(len(data))
 
 
-# Other things instead of a file ------------------------------------------------------------
-
-
 def _instead(make: Callable[[Path], object]) -> Damage:
     def apply(path: Path, _: random.Random) -> None:
         remove(path)
@@ -152,9 +146,6 @@ _JSON: dict[str, Damage] = {
     "deep-object": _bytes(lambda _data, _rng: b'{"a":' * _DEPTH + b"1" + b"}" * _DEPTH),
     "a-key-gone": _bytes(_without_key),
 }
-
-
-# Values in JSON and YAML --------------------------------------------------------------------
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -235,9 +226,6 @@ _YAML: dict[str, Damage] = {
 }
 
 
-# Lines ---------------------------------------------------------------------------------------
-
-
 def _lines(change: Callable[[list[bytes], random.Random], list[bytes]]) -> Damage:
     def apply(data: bytearray, rng: random.Random) -> bytes:
         return b"".join(change(bytes(data).splitlines(keepends=True), rng))
@@ -285,9 +273,6 @@ _LINES: dict[str, Damage] = {
         ("number", b"5"), ("null", b"null"), ("object", b"{}"), ("list", b"[]"), ("nan", b"NaN"),
         ("no-utf8", b"\xff\xfe"), ("deep", b"[" * _DEPTH), ("zeros", bytes(300)))},
 }
-
-
-# Canaries ------------------------------------------------------------------------------------
 
 
 class _Canary:

@@ -1,8 +1,4 @@
-"""Power cuts: the states of the disk that a crash of the machine may leave, made from a record.
-
-The states are those of `tests.simulation.durability`, which the fault simulation
-uses, too.
-"""
+"""Power cuts: the states of the disk (`tests.simulation.durability`) that a crash may leave."""
 
 from __future__ import annotations
 

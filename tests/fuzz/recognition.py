@@ -16,7 +16,7 @@ import numpy as np
 import soundfile
 
 from ngsgd import files
-from ngsgd.asr.bundle_files import INDEX
+from ngsgd.asr.bundle import INDEX
 from tests.asr import tiny_recognizer
 from tests.fuzz import judge, server
 from tests.fuzz.report import Report, chosen
@@ -25,90 +25,49 @@ from tests.fuzz.server import Outcome
 WORDS = ["NO", "YES", "YES", "NO"]
 # file name -> rate, channels, libsndfile's subtype
 _RECORDINGS = {
-    "pcm16.wav": (8000, 1, "PCM_16"),
-    "pcm8.wav": (8000, 1, "PCM_U8"),
-    "pcm24.wav": (48000, 2, "PCM_24"),
-    "float.wav": (96000, 1, "FLOAT"),
-    "double.wav": (16000, 1, "DOUBLE"),
-    "ulaw.wav": (8000, 1, "ULAW"),
-    "alaw.wav": (8000, 1, "ALAW"),
-    "adpcm.wav": (8000, 1, "IMA_ADPCM"),
-    "pcm.flac": (44100, 2, "PCM_16"),
-    "vorbis.ogg": (16000, 1, "VORBIS"),
-    "opus.opus": (16000, 1, "OPUS"),
-    "layer3.mp3": (16000, 1, "MPEG_LAYER_III"),
-    "pcm.aiff": (22050, 1, "PCM_16"),
-    "ulaw.au": (8000, 1, "ULAW"),
-    "pcm.caf": (8000, 1, "PCM_16"),
-    "pcm.w64": (8000, 1, "PCM_16"),
-}
+    "pcm16.wav": (8000, 1, "PCM_16"), "pcm8.wav": (8000, 1, "PCM_U8"),
+    "pcm24.wav": (48000, 2, "PCM_24"), "float.wav": (96000, 1, "FLOAT"),
+    "double.wav": (16000, 1, "DOUBLE"), "ulaw.wav": (8000, 1, "ULAW"),
+    "alaw.wav": (8000, 1, "ALAW"), "adpcm.wav": (8000, 1, "IMA_ADPCM"),
+    "pcm.flac": (44100, 2, "PCM_16"), "vorbis.ogg": (16000, 1, "VORBIS"),
+    "opus.opus": (16000, 1, "OPUS"), "layer3.mp3": (16000, 1, "MPEG_LAYER_III"),
+    "pcm.aiff": (22050, 1, "PCM_16"), "ulaw.au": (8000, 1, "ULAW"),
+    "pcm.caf": (8000, 1, "PCM_16"), "pcm.w64": (8000, 1, "PCM_16")}
 _HEADER_BYTES = 128
 _EXTREMES = (0, 1, 0x7F, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFE, 0x10000)
 _LEAVES: tuple[Any, ...] = (
-    None,
-    "",
-    "x",
-    [],
-    {},
-    -1,
-    0,
-    1,
-    True,
-    10**25,
-    1e308,
-    float("nan"),
-    float("inf"),
-    [1],
-    {"a": 1},
-    "../../x",
-    "\x1b[2J",
-    2.5,
-    1 << 40,
-)
+    None, "", "x", [], {}, -1, 0, 1, True, 10**25, 1e308, float("nan"), float("inf"), [1], {"a": 1},
+    "../../x", "\x1b[2J", 2.5, 1 << 40)
 Change = Callable[[bytearray, random.Random], bytes | bytearray]
 
 
-def audio_campaign(
-    folder: Path, num_cases: int, only: str | None, seed: int, hang_s: float
-) -> Report:
-    """A damaged recording among sound ones: the words of the others are kept, and the exit code
-    reports the damage.
-    """
-    report = Report(
-        "audio", lambda case: f"python -m tests.fuzz audio --seed {seed} --only '{case}'"
-    )
+def audio_campaign(folder: Path, num_cases: int, only: str | None, seed: int,
+                   hang_s: float) -> Report:
+    """A damaged recording among sound ones: the words of the others are kept."""
+    report = _report("audio", seed)
     bundle = tiny_recognizer.write(folder / "model.ngsgd")
     sound = folder / "sound.wav"
     soundfile.write(sound, tiny_recognizer.say(WORDS), tiny_recognizer.RATE_HZ)
     bases = _recordings(folder)
-    names = [
-        f"{base}:{kind}:{number}"
-        for number in range(-(-num_cases // len(bases) // len(_CHANGES)))
-        for base in bases
-        for kind in _CHANGES
-    ]
+    num_rounds = -(-num_cases // len(bases) // len(_CHANGES))
+    names = [f"{base}:{kind}:{number}" for number in range(num_rounds) for base in bases
+             for kind in _CHANGES]
     for name in chosen(names, num_cases, str, only):
         base, kind, _ = name.split(":")
         damaged = folder / f"damaged{Path(base).suffix}"
         damaged.write_bytes(_CHANGES[kind](bytearray(bases[base]), random.Random(f"{seed}:{name}")))
-        done = server.call(
-            ["transcribe", str(bundle), str(damaged), str(sound)], folder, timeout_s=hang_s
-        )
+        words = ["transcribe", str(bundle), str(damaged), str(sound)]
+        done = server.call(words, folder, timeout_s=hang_s)
         report.add(name, _judged_audio(done))
         report.notes[done.ending] += 1
         damaged.unlink()
     return report
 
 
-def bundle_campaign(
-    folder: Path, num_cases: int, only: str | None, seed: int, hang_s: float
-) -> Report:
-    """Damaged bundles, and edited ones whose digests were made again: no code runs, and nothing
-    silently changes.
-    """
-    report = Report(
-        "bundles", lambda case: f"python -m tests.fuzz bundles --seed {seed} --only '{case}'"
-    )
+def bundle_campaign(folder: Path, num_cases: int, only: str | None, seed: int,
+                    hang_s: float) -> Report:
+    """Damaged bundles, and edited ones with right digests: no code, no silent change."""
+    report = _report("bundles", seed)
     content = tiny_recognizer.content()
     bundle, sound, canary = folder / "model.ngsgd", folder / "sound.wav", folder / "canary"
     soundfile.write(sound, tiny_recognizer.say(WORDS), tiny_recognizer.RATE_HZ)
@@ -121,15 +80,16 @@ def bundle_campaign(
         kind = name.split(":")[0]
         rng = random.Random(f"{seed}:{name}")
         is_edited = kind in _EDITS
-        bundle.write_bytes(
-            _EDITS[kind](content, rng, canary)
-            if is_edited
-            else _CHANGES[kind](bytearray(whole), rng)
-        )
+        bundle.write_bytes(_EDITS[kind](content, rng, canary) if is_edited
+                           else _CHANGES[kind](bytearray(whole), rng))
         done = server.call(["transcribe", str(bundle), str(sound)], folder, timeout_s=hang_s)
         report.add(name, _judged_bundle(done, words, canary, is_edited=is_edited))
         report.notes[done.ending] += 1
     return report
+
+
+def _report(name: str, seed: int) -> Report:
+    return Report(name, lambda case: f"python -m tests.fuzz {name} --seed {seed} --only '{case}'")
 
 
 def _judged_audio(done: Outcome) -> Iterator[str]:
@@ -161,18 +121,10 @@ def _recordings(folder: Path) -> dict[str, bytes]:
     found = {}
     for name, (rate_hz, num_channels, subtype) in _RECORDINGS.items():
         samples_N = tiny_recognizer.say(WORDS, rate_hz=rate_hz) / 32768.0
-        soundfile.write(
-            folder / name,
-            np.stack([samples_N] * num_channels, axis=1),
-            rate_hz,
-            subtype=subtype,
-            format="OGG" if name.endswith(".opus") else None,
-        )
+        soundfile.write(folder / name, np.stack([samples_N] * num_channels, axis=1), rate_hz,
+                        subtype=subtype, format="OGG" if name.endswith(".opus") else None)
         found[name] = (folder / name).read_bytes()
     return found
-
-
-# Bytes --------------------------------------------------------------------------------------------
 
 
 def _flip(data: bytearray, rng: random.Random) -> bytearray:
@@ -221,19 +173,13 @@ def _overwrite(data: bytearray, rng: random.Random) -> bytearray:
 
 
 _CHANGES: dict[str, Change] = {
-    "flip": _flip,
-    "flip-header": _flip_header,
-    "extreme": _extreme,
-    "insert": _insert,
-    "repeat": _repeat,
-    "cut-out": _cut_out,
-    "overwrite": _overwrite,
+    "flip": _flip, "flip-header": _flip_header, "extreme": _extreme, "insert": _insert,
+    "repeat": _repeat, "cut-out": _cut_out, "overwrite": _overwrite,
     "truncate": lambda data, rng: data[: rng.randrange(len(data))],
     "head": lambda data, rng: data[: rng.randrange(min(_HEADER_BYTES, len(data)))],
     "append": lambda data, rng: data + rng.randbytes(rng.randrange(1, 5000)),
     "random": lambda data, rng: rng.randbytes(rng.randrange(len(data))),
-    "empty": lambda _data, _rng: b"",
-}
+    "empty": lambda _data, _rng: b""}
 
 # Bundles whose digests are right ------------------------------------------------------------------
 
@@ -242,29 +188,24 @@ Edit = Callable[[dict[str, bytes], random.Random, Path], bytes]
 
 def _leaf(name: str) -> Edit:
     """A value somewhere in a JSON file becomes another."""
-
     def edit(content: dict[str, bytes], rng: random.Random, _canary: Path) -> bytes:
         tree = json.loads(content[name])
         node, parent, key = tree, None, None
         while isinstance(node, (dict, list)) and node and (parent is None or rng.random() < 0.9):
-            parent, key = (
-                node,
-                rng.choice(list(node) if isinstance(node, dict) else range(len(node))),
-            )
+            keys = list(node) if isinstance(node, dict) else range(len(node))
+            parent, key = node, rng.choice(keys)
             node = node[key]
         if rng.random() < 0.2 and isinstance(parent, dict):
             del parent[key]
         else:
             parent[key] = rng.choice(_LEAVES)  # type: ignore[index]
         return _sealed({**content, name: json.dumps(tree).encode()})
-
     return edit
 
 
 def _of_file(name: str, change: Change) -> Edit:
     return lambda content, rng, _canary: _sealed(
-        {**content, name: bytes(change(bytearray(content[name]), rng))}
-    )
+        {**content, name: bytes(change(bytearray(content[name]), rng))})
 
 
 def _pickled(content: dict[str, bytes], _rng: random.Random, canary: Path) -> bytes:
@@ -289,10 +230,8 @@ def _compressed(content: dict[str, bytes], rng: random.Random, _canary: Path) ->
 
 
 def _renamed(content: dict[str, bytes], rng: random.Random, _canary: Path) -> bytes:
-    name, other = (
-        rng.choice(list(content)),
-        rng.choice(("../../x", "/etc/passwd", "model.json", "a" * 300)),
-    )
+    name = rng.choice(list(content))
+    other = rng.choice(("../../x", "/etc/passwd", "model.json", "a" * 300))
     return _zipped({other if one == name else one: data for one, data in content.items()})
 
 
@@ -308,18 +247,14 @@ def _sealed(content: dict[str, bytes]) -> bytes:
     """A zip whose index has the digests of the files as they are."""
     index = json.loads(content[INDEX])
     if isinstance(index.get("sha256"), dict):
-        index["sha256"] |= {
-            name: hashlib.sha256(content[name]).hexdigest()
-            for name in index["sha256"]
-            if name in content
-        }
+        index["sha256"] |= {name: hashlib.sha256(content[name]).hexdigest()
+                            for name in index["sha256"] if name in content}
     return _zipped({**content, INDEX: _index(index)})
 
 
 def _index(index: dict[str, Any]) -> bytes:
-    return json.dumps(
-        files.sealed("bundle", {name: value for name, value in index.items() if name != files.DIGEST})
-    ).encode()
+    about = {name: value for name, value in index.items() if name != files.DIGEST}
+    return json.dumps(files.sealed("bundle", about)).encode()
 
 
 def _zipped(content: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
@@ -331,19 +266,8 @@ def _zipped(content: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> byte
 
 
 _EDITS: dict[str, Edit] = {
-    **{
-        f"leaf-{number}-{name}": _leaf(name)
-        for name in (INDEX, "model.json")
-        for number in range(6)
-    },
-    **{
-        f"{kind}-{name}": _of_file(name, _CHANGES[kind])
-        for name in ("model.json", "model.safetensors")
-        for kind in ("flip", "flip-header", "truncate", "overwrite")
-    },
-    "pickle": _pickled,
-    "custom": _custom,
-    "newer": _newer,
-    "compressed": _compressed,
-    "renamed": _renamed,
-}
+    **{f"leaf-{number}-{name}": _leaf(name) for name in (INDEX, "model.json") for number in range(6)},
+    **{f"{kind}-{name}": _of_file(name, _CHANGES[kind]) for name in ("model.json", "model.safetensors")
+       for kind in ("flip", "flip-header", "truncate", "overwrite")},
+    "pickle": _pickled, "custom": _custom, "newer": _newer, "compressed": _compressed,
+    "renamed": _renamed}

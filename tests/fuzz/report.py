@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _VARIABLE = re.compile(r"\b[0-9a-f]{8}\b|\d+")   # parts of a message that differ between cases
 _BETWEEN_COUNTS = 50
@@ -52,6 +55,17 @@ class Report:
         known = json.loads(path.read_text()) if path.exists() else {}
         known[self.campaign] = {"cases": self.num_cases, "problems": self.problems}
         path.write_text(json.dumps(known, indent=1))
+
+
+def results_of(words: Sequence[str], folder: Path, **environment: str) -> dict[str, Any]:
+    """Run campaigns in another process; by campaign the number of cases, and the problems."""
+    path, root = folder / "results.json", Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-m", "tests.fuzz", *words, "--json", str(path)],
+                          capture_output=True, text=True, check=False, cwd=root,
+                          env={**os.environ, "PYTHONPATH": str(root), **environment})
+    assert path.exists(), done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def chosen(names: Sequence[T], num_cases: int | None, name_of: Callable[[T], str],

@@ -1,7 +1,4 @@
-"""A directory with data and a run that is put back to a known state before every case.
-
-Its path never changes, since runs hold absolute paths.
-"""
+"""A directory with data and a run, put back to a known state; its path never changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A small classification task for tests of hypergradients: drawn data, an MLP with dropout, losses
-weighted by class.
-"""
+"""A small classification task: drawn data, an MLP with dropout, losses weighted by class."""
 
 from __future__ import annotations
 

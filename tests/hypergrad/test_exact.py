@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ngsgd.errors import DivergenceError, ReversalError
 from ngsgd.hypergrad import ExactMomentum
-from ngsgd.hypergrad.fused import CHUNK, load_library
+from ngsgd.hypergrad.exact_momentum import CHUNK, load_library
 from tests.reference.maclaurin import MaclaurinMomentum
 
 GROUPS = (slice(0, 700), slice(700, 1501), slice(1501, 2000))
@@ -139,9 +139,6 @@ def test_a_saved_state_continues_forward_and_backward() -> None:
         other.undo_x(rates(t))
         other.undo_v(drawn(t % 5))
     assert torch.equal(other.weights(), drawn(9))
-
-
-# Errors that must be reported ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["eager", "auto"])

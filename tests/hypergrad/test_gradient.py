@@ -1,6 +1,4 @@
-"""Hypergradients against autograd through every step, finite differences, and one engine against
-another.
-"""
+"""Hypergradients against autograd through every step, finite differences, and each engine."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from ngsgd.hypergrad.job_replay import ENGINES
 from ngsgd.hypergrad.training_task import Flat, ModuleTask
 from tests.hypergrad import tasks
 from tests.reference.hypergrad import unrolled
+from tests.wired import Wired
 
 
 def relative_errors(found: HyperGrad, expected: dict[str, Tensor]) -> dict[str, float]:
@@ -122,9 +121,8 @@ def test_one_reverse_pass_serves_the_learned_numbers_behind_a_plan() -> None:
 def test_agrees_with_torchopt_on_the_learning_rate() -> None:
     torchopt = pytest.importorskip("torchopt", reason="a peer of the dev extra")
     task, num_steps = tasks.task(tasks.mlp(dropout=0.0)), 30
-    found = hypergradient(task,
-                          HyperparameterPlan.constant(num_steps, tasks.LAYERS, lr=0.4,
-                                                      momentum=0.9), "reversible")
+    found = hypergradient(task, HyperparameterPlan.constant(num_steps, tasks.LAYERS, lr=0.4,
+                                                            momentum=0.9), "reversible")
     # its velocity takes the complete gradient, ours a tenth
     lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)
     optimizer = torchopt.sgd(lr=lambda count: lr, momentum=0.9)
@@ -138,9 +136,6 @@ def test_agrees_with_torchopt_on_the_learning_rate() -> None:
         parameters = torchopt.apply_updates(parameters, updates, inplace=False)
     (slope,) = torch.autograd.grad(task.validation(dict(zip(task.start, parameters, strict=True))), lr)
     assert float(found.lr_TG.sum()) == pytest.approx(0.1 * float(slope), rel=1e-9)
-
-
-# Errors are reported with their step --------------------------------------------------------------
 
 
 class _Mutable(ModuleTask):
@@ -188,14 +183,6 @@ def test_another_minibatch_is_reported_with_its_step(step: int) -> None:
     assert _failing_step(task, plan, jobs) == step + 1
 
 
-def test_minibatches_in_another_order_are_reported() -> None:
-    task, plan, jobs = _mutable()
-    batch = task.batch
-    swapped = {3: 7, 7: 3}
-    task.change = lambda: setattr(task, "batch", lambda place: batch(place._replace(step=swapped.get(place.step, place.step))))  # type: ignore[method-assign]
-    assert _failing_step(task, plan, jobs) == 8
-
-
 @pytest.mark.parametrize("dropped", [0, 40])
 def test_a_dropped_byte_is_reported(dropped: int) -> None:
     task, plan, jobs = _mutable(60)
@@ -234,7 +221,6 @@ def test_another_number_of_threads_is_reported() -> None:
         torch.set_num_threads(2)
         # other last digits, as sums in another order have on some processors
         x_ND.mul_(1.0 + 1e-6)
-
     try:
         torch.set_num_threads(1)
         task.change = change  # type: ignore[method-assign]
@@ -245,26 +231,24 @@ def test_another_number_of_threads_is_reported() -> None:
         torch.set_num_threads(before)
 
 
-class _Attention(nn.Module):
+def _attention(fused: bool) -> nn.Module:
     """Attention over the classes' dimensions of a task, by torch's kernel or by the formula."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.inner, self.outer, self.fused = nn.Linear(2, 12), nn.Linear(4, tasks.CLASSES), fused
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        q, k, v = self.inner(x_ND.view(len(x_ND), 1, 3, 2)).chunk(3, dim=-1)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / 2.0).softmax(dim=-1) @ v
-        outer: Tensor = self.outer(mixed[:, 0].mean(dim=1))
-        return outer
+    def run(model: Any, x_ND: Tensor) -> Any:
+        q, k, v = model.inner(x_ND.view(len(x_ND), 1, 3, 2)).chunk(3, dim=-1)
+        mixed = (q @ k.mT / 2.0).softmax(dim=-1) @ v
+        if fused:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return model.outer(mixed[:, 0].mean(dim=1))
+    torch.manual_seed(4)
+    return Wired(run, inner=nn.Linear(2, 12), outer=nn.Linear(4, tasks.CLASSES)).double()
 
 
 @pytest.mark.entry("B9")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fused_attention_equals_its_formula(engine: str) -> None:
     plan = HyperparameterPlan.constant(num_steps=5, num_layers=2, lr=0.1, momentum=0.5)
-    fused, formula = (hypergradient(tasks.task(_Attention(fused).double()), plan, engine) for fused in (True, False))
+    fused, formula = (hypergradient(tasks.task(_attention(fused)), plan, engine)
+                      for fused in (True, False))
     # float64; softmax and products round in another order
     torch.testing.assert_close(fused.lr_TG, formula.lr_TG, rtol=1e-8, atol=1e-10)
 
@@ -274,7 +258,6 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
     def loss(output: Tensor, batch: tuple[Tensor, ...], weights: Tensor | None) -> Tensor:
         lengths = torch.tensor([len(output)]), torch.tensor([2])
         return nn.functional.ctc_loss(output[:, None].log_softmax(dim=2), torch.tensor([[1, 2]]), *lengths)
-
     batch = tasks.task().batch
     task = ModuleTask(tasks.mlp(dropout=0.0), batch, loss, [batch(MinibatchIndex(0, 0, 0))])
     with pytest.raises(ConfigError, match="ctc_loss"):
@@ -288,7 +271,6 @@ def test_running_statistics_are_refused_and_statistics_of_the_minibatch_are_not(
     def make(**options: bool) -> ModuleTask:
         module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, **options))
         return ModuleTask(module, lambda place: batch, lambda y, b, _: (y - b[1]).square().mean(), [batch])
-
     with pytest.raises(ConfigError):
         make()
     task = make(track_running_stats=False)

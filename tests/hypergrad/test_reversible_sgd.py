@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError, ReversalError
 from ngsgd.hypergrad import ReversibleSGD
 from ngsgd.optim import SGD
+from tests.preconditioners.test_dtypes import words
 
 X_ND = torch.randn(64, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y_N = torch.randint(0, 4, (64,), generator=torch.Generator().manual_seed(1))
@@ -100,19 +101,6 @@ def test_another_minibatch_is_reported_with_its_step() -> None:
     with pytest.raises(ReversalError, match=r"^step 5") as caught:
         optimizer.undo(closure(model, optimizer, 3))
     assert caught.value.step == 5
-
-
-def test_a_saved_optimizer_continues_forward_and_backward() -> None:
-    model, other = network(), network()
-    optimizer, loaded = ReversibleSGD(model, 0.3), ReversibleSGD(other, 0.1)
-    start = vector(model).clone()
-    for step in range(70):
-        optimizer.step(closure(model, optimizer, step))
-    loaded.load_state_dict(optimizer.state_dict())
-    assert torch.equal(vector(other), vector(model))
-    for step in reversed(range(70)):
-        loaded.undo(closure(other, loaded, step))
-    assert torch.equal(vector(other), start)
 
 
 # --- weights that others change ---
@@ -207,17 +195,6 @@ def test_param_groups_that_are_added_later_are_refused() -> None:
         optimizer.add_param_group({"params": model.get_submodule("0").parameters()})
 
 
-class _Words(nn.Module):
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.output = nn.Embedding(7, 5, sparse=sparse), nn.Linear(5, 3)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.output(self.table(ids).tanh())
-        return y
-
-
 def _stepped(model: nn.Module, x: torch.Tensor, num: int = 3, **options: Any) -> ReversibleSGD:
     optimizer = ReversibleSGD(model, 0.1, **options)
     for _ in range(num):
@@ -230,7 +207,7 @@ def _stepped(model: nn.Module, x: torch.Tensor, num: int = 3, **options: Any) ->
 @pytest.mark.entry("F16")
 @pytest.mark.parametrize("options", [{}, {"nesterov": True, "weight_decay": 0.01, "max_change": 0.1}])
 def test_sparse_gradients_count_as_dense_ones(options: dict[str, Any]) -> None:
-    models, ids = [_Words(sparse=True), _Words(sparse=False)], torch.arange(16) % 7
+    models, ids = [words(sparse=True), words(sparse=False)], torch.arange(16) % 7
     before = models[0].table.weight.detach().clone()
     optimizers = [_stepped(model, ids, **options) for model in models]
     assert torch.equal(models[0].table.weight, models[1].table.weight) and not torch.equal(models[0].table.weight, before)

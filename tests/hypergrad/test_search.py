@@ -11,17 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngsgd import hypergrad
 from ngsgd.errors import ConfigError, DivergenceError
-from ngsgd.hypergrad import (
-    BaseHyperparameters,
-    HyperparameterPlan,
-    HyperSpace,
-    evaluate_hyperparameters,
-    final_value,
-    tune_hyperparameters,
-)
-from ngsgd.hypergrad.search import random_seeder
-from ngsgd.hypergrad.search_space import PARTS, interpolation
+from ngsgd.hypergrad import BaseHyperparameters, HyperparameterPlan, HyperSpace, final_value
+from ngsgd.hypergrad.search import PARTS, interpolation, random_seeder
 from tests.hypergrad import tasks
 
 SETTINGS = BaseHyperparameters(lr_initial=0.4, lr_final=0.1, momentum=0.8, l2=1e-3, max_change=0.1,
@@ -55,7 +48,7 @@ def test_hypergradients_reach_theta() -> None:
     task, made = tasks.task(), space(parts=("schedule", "layer_lr", "l2", "momentum", "init_scale"))
     theta_D = made.center().requires_grad_()
     plan = made.build(theta_D)
-    slope_D = evaluate_hyperparameters(task, plan).gradient().by(plan, theta_D)
+    slope_D = hypergrad.evaluate_hyperparameters(task, plan).gradient().by(plan, theta_D)
     for index in range(made.size):
         step_D = torch.zeros(made.size, dtype=torch.float64)
         step_D[index] = 1e-5
@@ -91,13 +84,8 @@ def test_spaces_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
         space(**wrong)
 
 
-# The search ---------------------------------------------------------------------------------------
-
-
 def bowl(made: HyperSpace, target_D: Tensor, calls: list[str]) -> Any:
-    """A loss that is known: the squared distance of log rates and log l2 from a target, with its
-    exact derivatives.
-    """
+    """A known loss: squared distance of log rates and log l2 from a target, with derivatives."""
     def of(plan: HyperparameterPlan) -> Any:
         calls.append("forward")
         goal = made.build(target_D)
@@ -107,8 +95,7 @@ def bowl(made: HyperSpace, target_D: Tensor, calls: list[str]) -> Any:
             calls.append("reverse")
             found = {name: torch.zeros_like(value) for name, value in plan.tensors().items()}
             found |= {"lr_TG": 2.0 * ratio_TG / plan.lr_TG / 16, "l2_G": 0.02 * ratio_G / plan.l2_G}
-            report = SimpleNamespace(trusted=True)
-            whole = SimpleNamespace(**found, value=value, report=report)
+            whole = SimpleNamespace(**found, value=value, report=SimpleNamespace(trusted=True))
             whole.by = lambda other, theta: torch.autograd.grad(
                 [other.lr_TG, other.l2_G], theta, grad_outputs=[found["lr_TG"], found["l2_G"]])[0]
             return whole
@@ -123,7 +110,7 @@ def test_descends_to_a_known_minimum_and_keeps_its_budget(seed_share: float) -> 
     target_D = made.center() + torch.tensor([1.5, -1.0, 0.5, 0.0, 2.0, -2.0, 1.0],
                                             dtype=torch.float64)
     calls: list[str] = []
-    search = tune_hyperparameters(bowl(made, target_D, calls), made, budget=120,
+    search = hypergrad.tune_hyperparameters(bowl(made, target_D, calls), made, budget=120,
                                   seed_share=seed_share)
     assert search.best.value < 0.02 * search.trials[0].value
     assert search.spent <= 120.0
@@ -138,7 +125,7 @@ def test_runs_that_diverge_are_never_accepted() -> None:
         if float(plan.lr_TG.max()) > 1.0:
             raise DivergenceError("too fast")
         return bowl(made, made.center() + 5.0, [])(plan)
-    search = tune_hyperparameters(of, made, budget=40, seed_share=0.3)
+    search = hypergrad.tune_hyperparameters(of, made, budget=40, seed_share=0.3)
     assert math.isfinite(search.best.value)
     assert any(math.isinf(trial.value) for trial in search.trials)
 
@@ -146,7 +133,7 @@ def test_runs_that_diverge_are_never_accepted() -> None:
 @pytest.mark.slow
 def test_tuning_a_real_task_lowers_its_loss() -> None:
     task, made = tasks.task(tasks.mlp(dtype=torch.float32)), space(parts=("schedule", "layer_lr", "l2", "momentum"))
-    search = tune_hyperparameters(lambda plan: evaluate_hyperparameters(task, plan), made,
+    search = hypergrad.tune_hyperparameters(lambda plan: hypergrad.evaluate_hyperparameters(task, plan), made,
                                   budget=40, seed_share=0.25, seeder=random_seeder)
     assert search.best.value < final_value(task, made.build(made.center())) - 0.05
     assert final_value(task, made.build(made.clamp(torch.tensor(search.best.theta, dtype=torch.float64)))) == search.best.value

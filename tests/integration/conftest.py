@@ -1,4 +1,4 @@
-"""One Ray for all tests that need it: starting it costs seconds."""
+"""One Ray for all tests that need it, because starting it costs seconds; the command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.integration.service import Service
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    return Service(tmp_path_factory.mktemp("service"))
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,9 @@ class Machines:
             self.processes[name] = subprocess.Popen(words, stdout=log, stderr=log, env=self.environments[name], cwd=here,
                                                     start_new_session=True)
         deadline = time.monotonic() + HANGS_S
-        while self.call(name, *shlex.split(health_check())).returncode:
+        image = (DOCKER / "Dockerfile").read_text()
+        [check] = re.findall(r'^HEALTHCHECK .*CMD \["(.*)"\]$', image, re.MULTILINE)
+        while self.call(name, *shlex.split(check)).returncode:
             assert self.processes[name].poll() is None and time.monotonic() < deadline, (here / "log").read_text()
             time.sleep(0.5)
 
@@ -142,11 +144,6 @@ def of_image() -> dict[str, str]:
     found = dict(word.split("=", 1) for line in re.findall(r"^ENV (.*)$", text, re.MULTILINE) for word in line.split())
     del found["PATH"]
     return found
-
-
-def health_check() -> str:
-    [words] = re.findall(r'^HEALTHCHECK .*CMD \["(.*)"\]$', (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
-    return str(words)
 
 
 def pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -42,17 +42,26 @@ class Service:
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def output(self, *arguments: str, command: str = "train") -> str:
+        """The output of a command that succeeds."""
+        done = self.call(*arguments, command=command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def trained(self, name: str, *settings: str) -> Path:
+        """The folder of a finished run."""
+        self.output("cluster=in_process", f"name={name}", *settings)
+        (run,) = self.runs(name)
+        return run
+
     def stop_and_resume(self, name: str, outer_iter: int, *settings: str) -> Path:
-        """The folder of a run of processes that got Ctrl-C after that outer iteration, and was then
-        resumed to its end.
-        """
+        """The folder of a run that got Ctrl-C after that outer iteration and was then resumed."""
         process = self.start("cluster=local", f"name={name}", *settings)
         run = self.wait_for_outer_iteration(outer_iter, name, process)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=HANGS_S)
         assert process.returncode == 130
-        done = self.call(str(run), command="resume")
-        assert done.returncode == 0, done.stderr
+        self.output(str(run), command="resume")
         return run
 
     def runs(self, name: str) -> list[Path]:

@@ -14,25 +14,16 @@ from tests.integration.service import Service, final_hash
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ["features.cmvn=online", "ivectors.dim=4", "ivectors.num_gaussians=8", "ivectors.num_iters=3"]
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
-    return Service(tmp_path_factory.mktemp("ivectors"))
+SETTINGS = ["features.cmvn=online", "ivectors.dim=4", "ivectors.num_gaussians=8"]
 
 
 @pytest.fixture(scope="module")
 def run(service: Service) -> Path:
-    done = service.call("cluster=in_process", "cluster.num_workers=2", "name=whole", *SETTINGS)
-    assert done.returncode == 0, done.stderr
-    (run,) = service.runs("whole")
-    return run
+    return service.trained("whole", "cluster.num_workers=2", *SETTINGS)
 
 
 def test_streaming_gives_the_words_of_offline_decoding(service: Service, run: Path) -> None:
-    done = service.call(str(run), "--streaming", "--chunk-frames", "5", command="decode")
-    assert done.returncode == 0, done.stderr
+    service.output(str(run), "--streaming", "--chunk-frames", "5", command="decode")
     found = json.loads((run / "decode" / "streaming.json").read_text())
     assert found["num_same"] == found["num_utterances"] > 0
     assert found["what"] == "means, i-vectors, network and search"
@@ -48,25 +39,22 @@ def test_a_stopped_run_resumes_with_its_extractor_bitwise_identically(service: S
     for path in (service.output_dir / "data").glob("ivectors-*"):  # files outside the run folder
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = json.loads((run / "decode" / "wer.json").read_text())
-    done = service.call(str(run), command="decode")
-    assert done.returncode == 0, done.stderr
+    service.output(str(run), command="decode")
     assert json.loads((run / "decode" / "wer.json").read_text()) == before
     # none was trained
     assert not list((service.output_dir / "data").glob("ivectors-*.safetensors"))
 
 
 def test_sequence_training_takes_the_extractor_of_the_run_that_it_starts_from(service: Service, run: Path) -> None:
-    done = service.call("objective=mmi", f"init_model={run}", "cluster=in_process", "name=mmi", "schedule.minibatch_size=400",
-                        "schedule.num_epochs=1", *SETTINGS)
-    assert done.returncode == 0, done.stderr
-    (mmi,) = service.runs("mmi")
+    mmi = service.trained("mmi", "objective=mmi", f"init_model={run}",
+                          "schedule.minibatch_size=400", "schedule.num_epochs=1", *SETTINGS)
     assert (mmi / "ivectors.safetensors").read_bytes() == (run / "ivectors.safetensors").read_bytes()
 
 
 def test_ivectors_go_to_kaldi(service: Service, run: Path) -> None:
     there = service.output_dir / "kaldi"
-    done = service.call(str(run), "--output", str(there), "--include-data", "--egs", "1", command="export")
-    assert done.returncode == 0, done.stderr
+    service.output(str(run), "--output", str(there), "--include-data", "--egs", "1",
+                   command="export")
     assert "input-node name=ivector dim=4" in (there / "final.raw").read_text()
     feats, rows = (kaldiio.load_scp(str(there / "test" / name)) for name in ("feats.scp", "ivector_online.scp"))
     assert {utt_id: len(rows[utt_id]) for utt_id in rows} == {utt_id: -(-len(feats[utt_id]) // 10) for utt_id in feats}

@@ -12,6 +12,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,7 @@ from tests.docs.pages import FENCE
 from tests.integration.machines import DOCKER, ROOT, Machines, end_processes, machines, of_image, pods
 from tests.tiers import HANGS_S
 
-# one Ray at a time
-pytestmark = [pytest.mark.services, pytest.mark.same_process("ray")]
+pytestmark = [pytest.mark.services, pytest.mark.same_process("ray")]  # one Ray at a time
 
 _PROGRAM = str(Path(sys.executable).parent / "ngsgd")
 # a variable of each kind that ngsgd would set or pass on itself
@@ -121,6 +122,29 @@ def test_a_manifest_without_a_claim_trains_into_object_storage(containers: Machi
     assert len(_seen(tmp_path)) >= 2
 
 
+def _exported(containers: Machines, run: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Labels and values of a run by metric, as Prometheus reads them after the first iteration."""
+    [targets] = containers.folder.glob("ray/prom_metrics_service_discovery.json")
+    deadline = time.monotonic() + HANGS_S
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    while "ray_ngsgd_workers_participation" not in found:
+        assert time.monotonic() < deadline, "no metrics came"
+        time.sleep(0.5)
+        found = {}
+        for target in {one for group in json.loads(targets.read_text()) for one in group["targets"]}:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{target}/metrics", timeout=HANGS_S) as answer:
+                lines = re.findall(r"^(ray_ngsgd_\w+)\{(.*)\} (\S+)$", answer.read().decode(), re.MULTILINE)
+                for name, text, value in lines:
+                    labels = dict(re.findall(r'(\w+)="([^"]*)"', text))
+                    # those of jobs that ended stay for a while
+                    if labels["run"].startswith(f"{run}-"):
+                        found.setdefault(name, []).append((labels, float(value)))
+    return found
+
+
+@pytest.mark.entry("Nc17", "train on a Ray cluster that was joined, and open its dashboard or Prometheus", "works",
+                   "objective, participation, seconds by phase, workers and bytes of parameters are metrics of Ray, with the name "
+                   "of the run as a label. A Ray that a run starts for itself has none")
 def test_a_submitted_ray_job_trains_and_its_printed_commands_work(containers: Machines, tmp_path: Path) -> None:
     words = ["--dashboard-url", containers.url, "--program", _PROGRAM, "--job-name", "night", "name=night",
              *_settings(tmp_path, "cluster.num_workers=2", "cluster.threads_per_worker=1", f"output_dir={tmp_path}/runs")]
@@ -128,10 +152,23 @@ def test_a_submitted_ray_job_trains_and_its_printed_commands_work(containers: Ma
     assert report.returncode == 0, report.stderr
     [equivalent] = re.findall(r"^equivalent: (.*)$", report.stdout, re.MULTILINE)
     assert equivalent == containers.call("head", _PROGRAM, "submit", "--dry-run", *words).stdout.strip()
+    figures = _exported(containers, "night")
     [follow] = re.findall(r"^follow it with: (.*)$", report.stdout, re.MULTILINE)
     followed = containers.call("head", *shlex.split(follow))
     assert followed.returncode == 0, followed.stdout + followed.stderr
-    _finished(tmp_path / "runs", "night")
+    run = _finished(tmp_path / "runs", "night")
+    # on a machine that does not see the folder of the run
+    status = ("status", "--dashboard-url", containers.url, "night")
+    assert re.search(r"^progress   iter \d+/\d+, epoch [\d.]+/2, .*valid [\d.]+", containers.call("head", _PROGRAM, *status).stdout,
+                     re.MULTILINE)
+    [job] = json.loads(containers.call("head", _PROGRAM, *status, "--json").stdout)
+    assert job["state"] == "SUCCEEDED" and job["progress"]["epoch"] == "2.00/2"
+    assert {labels["run"] for found in figures.values() for labels, _ in found} == {run.name}
+    assert [value for _, value in figures["ray_ngsgd_workers_participation"]] == [1.0]
+    assert [value for _, value in figures["ray_ngsgd_workers_alive"]] == [2.0]
+    assert {"ray_ngsgd_loss_valid", "ray_ngsgd_time_compute_s", "ray_ngsgd_time_average_s"} <= set(figures)
+    moved = {labels["direction"] for labels, value in figures["ray_ngsgd_parameter_bytes_total"] if value > 0}
+    assert moved == {"sent", "received"}
     # with another name, the command of Ray itself
     again = containers.call("head", *shlex.split(equivalent.replace(" night ", " night2 ").replace("name=night ", "name=night2 ")
                                                  .replace(" --no-wait", "")))

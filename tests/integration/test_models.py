@@ -1,6 +1,4 @@
-"""Models that grow and models of a user, end to end: from the command line to a word error rate and
-back.
-"""
+"""Models that grow and models of a user, from the command line to a word error rate."""
 
 from __future__ import annotations
 
@@ -18,11 +16,6 @@ GROWING = ["model=tdnn", "model.num_layers=3", "model.tdnn_offsets='-2,-1,0,1,2 
            "model.num_subclasses=90", "model.add_layers_period=2", "schedule.early_rules=kaldi"]
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
-    return Service(tmp_path_factory.mktemp("models"))
-
-
 def test_a_missing_model_is_reported_before_data_is_prepared(service: Service) -> None:
     done = service.call("model._target_=no_such_module:Net", "name=absent")
     assert done.returncode == 2
@@ -31,10 +24,8 @@ def test_a_missing_model_is_reported_before_data_is_prepared(service: Service) -
 
 
 def test_a_growing_model_that_was_stopped_ends_with_the_bits_of_one_that_was_not(service: Service) -> None:
-    done = service.call("cluster=in_process", "name=whole", *GROWING)
-    assert done.returncode == 0, done.stderr
-    wer = wers(done.stdout)
-    assert wer.keys() == {"valid", "test"}, done.stdout
+    wer = wers(service.output("cluster=in_process", "name=whole", *GROWING))
+    assert wer.keys() == {"valid", "test"}
     (whole,) = service.runs("whole")
     run = service.stop_and_resume("stopped", 2, *GROWING)
     assert final_hash(run) == final_hash(whole)
@@ -45,11 +36,8 @@ def test_a_growing_model_that_was_stopped_ends_with_the_bits_of_one_that_was_not
 
 def test_a_module_in_the_current_directory_trains_and_is_found_again_from_elsewhere(service: Service) -> None:
     (service.output_dir / "my_model.py").write_text((EXAMPLES / "small_cnn.py").read_text())
-    done = service.call("cluster=local", "name=own", "model._target_=my_model:SmallCnn", "model.args={channels: 4}")
-    assert done.returncode == 0, done.stderr
+    found = service.output("cluster=local", "name=own", "model._target_=my_model:SmallCnn",
+                           "model.args={channels: 4}")
     (run,) = service.runs("own")
-    elsewhere = Service(EXAMPLES)
-    again = elsewhere.call(str(run), command="decode")
-    assert again.returncode == 0, again.stderr
-    assert wers(again.stdout).keys() == {"valid", "test"}
-    assert wers(again.stdout) == wers(done.stdout)
+    again = wers(Service(EXAMPLES).output(str(run), command="decode"))
+    assert again.keys() == {"valid", "test"} and again == wers(found)

@@ -17,8 +17,7 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ClusterError, DamagedArchiveError, NodeCacheError
 from ngsgd.launcher.ray.pool import RayPool
 from ngsgd.tasks.speech import SpeechTaskSpec
-from ngsgd.training.storage.audit import audit
-from tests.toy import Run, config, undisturbed
+from tests.toy import Run, config, require_undisturbed
 
 pytestmark = [pytest.mark.services, pytest.mark.same_process("ray"), pytest.mark.usefixtures("ray_session")]
 
@@ -28,8 +27,7 @@ class Elsewhere(SpeechTaskSpec):
     """A run whose workers see only `egs_directory`, which does not exist."""
 
     real: str = ""
-    # of the worker processes
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the worker processes
 
     def offers(self) -> list[Offer]:
         offer = EgsReader(Path(self.real)).offer()
@@ -56,9 +54,8 @@ def cached(run: Run) -> set[str]:
 def test_workers_fetch_from_the_coordinator_and_give_the_bits_of_one_process(tmp_path: Path) -> None:
     run = Run(tmp_path)
     lines: list[str] = []
-    end = run.train(pool_of(run, lines))
-    assert end.model_sha256 == undisturbed(run.config).model_sha256
-    assert audit(run.ledger_path) == [] and run.recorder.incidents == []
+    require_undisturbed(run, pool_of(run, lines))
+    assert run.recorder.incidents == []
     assert sum(str(run.folder / "elsewhere") in line for line in lines) == 1
     archives = {digest for name, digest in run.reader.info.sha256.items() if name.startswith("egs.")}
     assert archives < cached(run)
@@ -111,6 +108,6 @@ def test_workers_fetch_from_object_storage(tmp_path: Path, monkeypatch: pytest.M
     lines: list[str] = []
     with running(monkeypatch.setenv) as service:
         publish(run.spec.offers(), ObjectStore(url), lines.append)
-        end = run.train(pool_of(run, lines, **service.environment()))
-    assert end.model_sha256 == undisturbed(replace(run.config, data=DataConfig())).model_sha256
+        require_undisturbed(run, pool_of(run, lines, **service.environment()),
+                            replace(run.config, data=DataConfig()))
     assert any(url in line and "elsewhere" in line for line in lines)

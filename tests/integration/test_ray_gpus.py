@@ -17,7 +17,7 @@ pytestmark = pytest.mark.services
 _PROGRAM = """
 import json, os, sys
 import ray
-from ngsgd.launcher.ray.cluster import gpu_share
+from ngsgd.launcher.ray.capacity import gpu_share
 from tests.tiers import HANGS_S
 ray.init(address="local", num_gpus=2, num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[1])
 

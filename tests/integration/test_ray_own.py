@@ -22,8 +22,8 @@ os.environ.pop("RAY_AUTH_TOKEN", None)
 from ngsgd.launcher.ray.cluster import begin, connect, end_unused, log_folder, shutdown
 from ngsgd.config import ClusterConfig
 import psutil, ray
-begin(ClusterConfig())
-assert connect(ClusterConfig())
+begin(ClusterConfig("ray"))
+assert connect(ClusterConfig("ray"))
 @ray.remote(num_cpus=0)
 def host():
     return ray.util.get_node_ip_address()
@@ -45,7 +45,7 @@ asked = subprocess.run([sys.executable, "-c", stranger, found["gcs"]], env={**en
                        capture_output=True, text=True)
 found["stranger"] = asked.returncode
 shutdown()
-begin(ClusterConfig())
+begin(ClusterConfig("ray"))
 end_unused()   # the data were bad
 children = [p.name() for p in me.children(recursive=True) if p.status() != "zombie"]
 found["after"] = ray.is_initialized() or children

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.asr.bundle_files import INDEX
+from ngsgd.asr.bundle import INDEX
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.errors import CheckpointError
 from ngsgd.launcher.cli import main
@@ -35,7 +35,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         features={"cmvn": request.param},
         model={"hidden_dim": 32, "num_layers": 1},
         schedule={"num_epochs": 2},
-        align={"num_passes": 1, "num_gaussian_passes": 3},
+        align={"num_passes": 1},
     )
     trained = build_run(config)
     trained.train()

@@ -1,6 +1,4 @@
-"""Sequence training and the exchange with Kaldi, end to end: from the command line to a word error
-rate and back.
-"""
+"""Sequence training and the exchange with Kaldi, from the command line to a word error rate."""
 
 from __future__ import annotations
 
@@ -16,25 +14,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
-    return Service(tmp_path_factory.mktemp("sequences"))
-
-
-@pytest.fixture(scope="module")
 def start(service: Service) -> Path:
     """A run with cross-entropy."""
-    done = service.call("cluster=in_process", "name=ce")
-    assert done.returncode == 0, done.stderr
-    (run,) = service.runs("ce")
-    return run
+    return service.trained("ce")
 
 
 def test_smbr_continues_a_run_and_is_bitwise_identical_after_a_stop(service: Service, start: Path) -> None:
-    settings = ["objective=smbr", f"init_model={start}", "cluster.num_workers=2", "optimizer.equalize_layers=true",
+    settings = ["objective=smbr", f"init_model={start}", "cluster.num_workers=2",
                 "schedule.minibatch_size=400", "schedule.num_epochs=2"]
-    done = service.call("cluster=in_process", "name=whole", *settings)
-    assert done.returncode == 0, done.stderr
-    assert wers(done.stdout).keys() == {"valid", "test"}, done.stdout
+    assert wers(service.output("cluster=in_process", "name=whole", *settings)).keys() == {"valid",
+                "test"}
     (whole,) = service.runs("whole")
     records = events(whole, "outer_iteration")
     objfs = [sum(job["objf"] for job in record["jobs"]) / len(record["jobs"]) for record in records]
@@ -45,35 +34,31 @@ def test_smbr_continues_a_run_and_is_bitwise_identical_after_a_stop(service: Ser
 
 
 def test_lattice_free_mmi_starts_from_nothing(service: Service, start: Path) -> None:
-    done = service.call("objective=lfmmi", "cluster=in_process", "name=lfmmi", "schedule.minibatch_size=400",
-                        "objective.chunk_frames=50")
-    assert done.returncode == 0, done.stderr
-    (run,) = service.runs("lfmmi")
+    run = service.trained("lfmmi", "objective=lfmmi", "schedule.minibatch_size=400",
+                          "objective.chunk_frames=50")
     priors = json.loads((run / "final" / "model.json").read_text())["priors"]
     assert max(priors) == min(priors)
 
 
 def test_a_chain_objective_continues_cross_entropy_with_its_priors(service: Service, start: Path) -> None:
-    done = service.call("objective=chain", f"init_model={start}", "cluster=in_process", "name=chain",
-                        "schedule.minibatch_size=400", "schedule.num_epochs=1", "objective.chunk_frames=60")
-    assert done.returncode == 0, done.stderr
-    (run,) = service.runs("chain")
+    run = service.trained("chain", "objective=chain", f"init_model={start}",
+                          "schedule.minibatch_size=400", "schedule.num_epochs=1",
+                          "objective.chunk_frames=60")
     of_run, of_start = (json.loads((folder / "final" / "model.json").read_text())["priors"] for folder in (run, start))
     assert of_run == pytest.approx(of_start)
 
 
 def test_a_model_exported_to_kaldi_and_imported_continues_training(service: Service, start: Path) -> None:
     there, back = service.output_dir / "kaldi", service.output_dir / "back"
-    done = service.call(str(start), "--output", str(there), "--include-data", "--egs", "1", command="export")
-    assert done.returncode == 0, done.stderr
+    service.output(str(start), "--output", str(there), "--include-data", "--egs", "1",
+                   command="export")
     assert {path.name for path in there.iterdir()} == {"final.raw", "priors.vec", "train", "valid", "test", "egs.1.ark",
                                                     "ali.ark", "lexicon.txt", "pdfs.txt"}
-    done = service.call(str(there / "final.raw"), "--priors", str(there / "priors.vec"), "--output", str(back), command="import")
-    assert done.returncode == 0, done.stderr
+    service.output(str(there / "final.raw"), "--priors", str(there / "priors.vec"), "--output",
+                   str(back), command="import")
     assert (back / "final" / "model.safetensors").read_bytes() == (start / "final" / "model.safetensors").read_bytes()
-    done = service.call("objective=mmi", f"init_model={back}", "cluster=in_process", "name=on", "schedule.minibatch_size=400",
-                        "schedule.num_epochs=1")
-    assert done.returncode == 0, done.stderr
+    service.trained("on", "objective=mmi", f"init_model={back}", "schedule.minibatch_size=400",
+                    "schedule.num_epochs=1")
 
 
 def test_an_incompatible_initial_model_is_reported(service: Service, start: Path) -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from ngsgd.training.storage.audit import audit
 from tests.integration.service import WER_LINE, Service, events, final_hash, wers
 from tests.tiers import HANGS_S
 
+ROOT = Path(__file__).resolve().parents[2]
 # one Ray at a time: this file starts one as a command does
 pytestmark = pytest.mark.same_process("ray")
-
-# a command that takes longer hangs, on a slow and busy machine, too
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
-    return Service(tmp_path_factory.mktemp("service"))
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +49,6 @@ def test_a_run_writes_all_documented_files(whole_run: Path) -> None:
     assert not list(whole_run.parent.rglob("*.tmp"))
 
 
-@pytest.mark.slow
-def test_plain_sgd_runs_too(service: Service) -> None:
-    done = service.call("cluster=in_process", "optimizer=sgd", "model=pnorm", "model.hidden_dim=60", "name=sgd",
-                        "schedule.num_epochs=1")
-    assert done.returncode == 0, done.stderr
-    assert WER_LINE.search(done.stdout)
-
-
 def _stopped(service: Service, number: signal.Signals, outer_iter: int) -> Path:
     """The folder of a run that got that signal after that outer iteration."""
     process = service.start("cluster=in_process", f"name={number.name}")
@@ -80,9 +69,7 @@ def test_sigterm_stops_a_run_that_can_be_resumed(service: Service) -> None:
 @pytest.mark.end_to_end
 def test_ctrl_c_stops_a_run_and_resuming_gives_the_bits_of_the_complete_run(service: Service, whole_run: Path) -> None:
     run = _stopped(service, signal.SIGINT, 3)
-    done = service.call(str(run), command="resume")
-    assert done.returncode == 0, done.stderr
-    assert WER_LINE.search(done.stdout)
+    assert WER_LINE.search(service.output(str(run), command="resume"))
     assert final_hash(run) == final_hash(whole_run)
     assert audit(run / "ledger.jsonl") == []
 
@@ -113,3 +100,31 @@ def test_a_ray_worker_killed_in_the_middle_costs_nothing(service: Service, whole
     assert audit(run / "ledger.jsonl") == []
     assert final_hash(run) == final_hash(whole_run)
     assert not [worker for worker in workers if worker.is_running()]
+
+
+_COMMAND = """
+import sys
+from ngsgd.launcher.cli import main
+code = main(sys.argv[1:])
+print("ray" in sys.modules)
+sys.exit(code)
+"""
+
+
+@pytest.mark.entry("Nc15")
+@pytest.mark.services
+def test_the_default_command_starts_no_ray_and_has_the_results_of_ray(tmp_path: Path) -> None:
+    models = []
+    for words, kind, has_ray in (([], "local", "False"), (["cluster=ray"], "ray", "True")):
+        settings = ["task=tests.tasks.blobs:make_task", f"task.search_path={ROOT}", "tracking.kind=none", "schedule.num_epochs=2",
+                    "cluster.threads_per_worker=1", f"output_dir={tmp_path}", f"name={kind}", *words]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        done = subprocess.run([sys.executable, "-c", _COMMAND, "train", *settings], capture_output=True, text=True, check=False,
+                              env={**environment, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, timeout=HANGS_S)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == has_ray
+        [run] = tmp_path.glob(f"{kind}-*")
+        assert yaml.safe_load((run / "config.yaml").read_text())["cluster"]["kind"] == kind
+        assert {one["worker"] for record in events(run, "outer_iteration") for one in record["jobs"]} == {0, 1}
+        models.append(final_hash(run))
+    assert models[0] == models[1]

@@ -149,9 +149,7 @@ def test_diloco_and_nesterov_block_momentum_go_where_torchfts_diloco_goes(rule: 
 
 
 def our_streaming_path(fragments: list[slice], delay: int, mixing: float) -> Any:
-    """Every job's own parameters after each synchronization of one fragment; they continue from
-    them elsewhere.
-    """
+    """Every job's own parameters after each synchronization of one fragment."""
     outer = OuterOptimizer(DiLoCo(0.7, 0.9), flat(new_model()))
     models, path = [new_model() for _ in range(REPLICAS)], []
     for t in range(ROUNDS):

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from ngsgd.training.records import FinalReport, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.word_errors import WordErrors
 
+
+class Printed(NamedTuple):
+    """What a command line printed."""
+
+    out: str
+    err: str
+
+
+# words of `ngsgd`, and the exit code that they must have, such as code=2
+Command = Callable[..., Printed]
 TEST_ERRORS, VALID_ERRORS = WordErrors(1000, 4, 7, 20), WordErrors(500, 2, 3, 9)
 
 

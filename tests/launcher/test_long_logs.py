@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -71,15 +72,12 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-        def read(self, *arguments: int) -> bytes:
-            found: bytes = self.file.read(*arguments)
+        def read(self, *arguments: int, method: str = "read") -> bytes:
+            found: bytes = getattr(self.file, method)(*arguments)
             self.num_bytes += len(found)
             return found
 
-        def readline(self, *arguments: int) -> bytes:
-            found: bytes = self.file.readline(*arguments)
-            self.num_bytes += len(found)
-            return found
+        readline = functools.partialmethod(read, method="readline")
 
     def counted(path: Path) -> Any:
         return Counted(path) if path.suffix == ".jsonl" else plain(path)
@@ -152,22 +150,16 @@ def test_lines_of_a_lost_commit_are_renamed_in_a_long_log(folder: RunFolder) -> 
     assert {event["outer_iter"] for event in read_events(folder.events) if event["event"] == "outer_iteration"} == set(range(18))
 
 
+@pytest.mark.slow
 @pytest.mark.entry("At3")
-def test_a_report_of_a_long_log_has_all_scores(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_of_a_long_log_has_all_scores_and_names_the_jobs_in_it(
+        folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_logs(folder, 30, num_jobs=4)
     monkeypatch.setattr(report, "_JOBS_BYTES", folder.events.stat().st_size // 3)
     run = report.history_of(folder)
     assert len(run.curve.positions) == 30
     with_jobs = [event["outer_iter"] for event in run.iterations if event["jobs"]]
     assert 5 < len(with_jobs) < 15 and with_jobs[-1] == 29
-
-
-@pytest.mark.slow
-def test_a_page_of_a_long_log_reports_which_jobs_it_contains(
-        folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_logs(folder, 30, num_jobs=4)
-    monkeypatch.setattr(report, "_JOBS_BYTES", folder.events.stat().st_size // 3)
-    with_jobs = [event["outer_iter"] for event in report.history_of(folder).iterations if event["jobs"]]
     page = tmp_path / "page.html"
     report.write(folder, page)
     assert f"after outer iteration {with_jobs[0]}" in page.read_text()

@@ -10,15 +10,15 @@ from ngsgd.config.build import paths
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import describe
+from tests.launcher.records import Command
 
 
-def test_without_a_pattern_all_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["settings", "--json"]) == 0
-    assert [one["path"] for one in json.loads(capsys.readouterr().out)] == paths()
+def test_without_a_pattern_all_options_are_listed(command: Command) -> None:
+    assert [one["path"] for one in json.loads(command("settings", "--json").out)] == paths()
 
 
 @pytest.mark.parametrize(("pattern", "found"), [
-    ("checkpoint", ["checkpoint.num_to_keep", "checkpoint.job_states", "checkpoint.job_states_interval"]),
+    ("checkpoint", ["checkpoint.num_to_keep"]),
     ("tune.proxy", ["tune.proxy.steps", "tune.proxy.outer_iters"]),
     ("schedule.lr*", ["schedule.lr_initial", "schedule.lr_final", "schedule.lr_schedule", "schedule.lr_factors"]),
     ("minibatch_size", ["schedule.minibatch_size"]),
@@ -30,10 +30,9 @@ def test_a_pattern_selects_a_section_a_name_or_a_word_of_the_help(pattern: str, 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_a_description_fits_the_terminal_and_has_its_parts(columns: str, monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
+                                                           command: Command) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    assert cli.main(["train", "--help", "optimizer"]) == 0
-    text = capsys.readouterr().out
+    text = command("train", "--help", "optimizer").out
     assert max(map(len, text.splitlines())) <= min(int(columns), 100)
     [damping] = [one for one in describe.options() if one.path == "optimizer.damping"]
     joined = " ".join(text.split())

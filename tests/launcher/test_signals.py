@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ngsgd.launcher.signals import SignalStop, signals_ignored, signals_to, sigterm_interrupts
+from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +44,8 @@ def test_a_signal_requests_a_stop(number: signal.Signals) -> None:
 
 
 @pytest.mark.entry("Lo6")
-def test_a_hangup_outside_of_the_outer_iterations_interrupts_and_can_be_ignored() -> None:
+def test_a_hangup_outside_of_the_outer_iterations_interrupts() -> None:
     with sigterm_interrupts(), pytest.raises(KeyboardInterrupt, match="SIGHUP"):
-        signal.raise_signal(signal.SIGHUP)
-    with signals_ignored():
         signal.raise_signal(signal.SIGHUP)
 
 

@@ -1,6 +1,4 @@
-"""The fixed transform of the input: Kaldi's numbers, the examples' statistics, and the file that
-keeps them.
-"""
+"""The fixed transform of the input: Kaldi's numbers, the examples' statistics, and their file."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from ngsgd.config import ModelConfig
-from ngsgd.data.reader import Minibatch
+from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import DataError
 from ngsgd.models.layers import FixedAffine
 from ngsgd.models.statistics import class_statistics, lda_transform, model_for, statistics_for
@@ -41,8 +39,15 @@ def rows(num_rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     # more classes than dimensions, or some eigenvectors would be arbitrary
     pdf_N = random.integers(0, 8, num_rows)
-    return (random.normal(size=(8, dim))[pdf_N] + 0.5 * random.normal(size=(num_rows, dim)) @ random.normal(size=(dim, dim)),
-            pdf_N)
+    means_ND = random.normal(size=(8, dim))[pdf_N]
+    noise_ND = random.normal(size=(num_rows, dim)) @ random.normal(size=(dim, dim))
+    return means_ND + 0.5 * noise_ND, pdf_N
+
+
+def transform_of(reader: EgsReader) -> torch.Tensor:
+    found = statistics_for(LDA, reader)
+    assert found is not None and found.input_transform is not None
+    return found.input_transform
 
 
 def test_statistics_and_transform_are_the_reference() -> None:
@@ -76,23 +81,17 @@ def test_statistics_are_computed_once_and_again_when_their_file_is_damaged(tmp_p
     assert sum(first.class_counts) == 3600 == reader.info.num_frames
     (path,) = reader.directory.glob("statistics-*")
     written = path.stat().st_mtime_ns
-    again = statistics_for(LDA, reader)
-    assert again is not None and again.input_transform is not None and path.stat().st_mtime_ns == written
-    assert torch.equal(again.input_transform, first.input_transform)
+    assert torch.equal(transform_of(reader), first.input_transform)
+    assert path.stat().st_mtime_ns == written
     content = path.read_bytes()
     for damaged in (content[:-7], content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]):
         path.write_bytes(damaged)
-        again = statistics_for(LDA, reader)
-        assert again is not None and again.input_transform is not None
-        assert torch.equal(again.input_transform, first.input_transform)
+        assert torch.equal(transform_of(reader), first.input_transform)
 
 
 def test_the_transform_is_of_the_training_examples_and_leaves_them_decorrelated(tmp_path: Path) -> None:
     run = toy.Run(tmp_path)
-    found = statistics_for(LDA, run.reader)
-    assert found is not None and found.input_transform is not None
-    subset = run.reader.diagnostic("train")
-    y_ND = FixedAffine(found.input_transform)(subset.x_ND).double()
+    y_ND = FixedAffine(transform_of(run.reader))(run.reader.diagnostic("train").x_ND).double()
     centred = y_ND - y_ND.mean(dim=0)
     correlation = torch.corrcoef(centred.T) - torch.eye(y_ND.shape[1])
     # 200 rows: 5 standard deviations of a correlation of 0

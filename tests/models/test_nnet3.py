@@ -1,6 +1,4 @@
-"""nnet3 raw models: bitwise identical results back, the form that Kaldi reads, and what cannot be
-exchanged.
-"""
+"""nnet3 raw models: identical bits back, the form Kaldi reads, and what cannot be exchanged."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ output-node name=output input=output.log-softmax objective=linear
 
 
 def test_a_sample_in_the_form_that_kaldi_reads_is_computed_and_written_as_it_stands() -> None:
-    """Tokens and their order are those of a file that nnet3-copy, nnet3-compute and nnet3-train
-    have taken; numbers by hand.
-    """
+    """Tokens and their order are those of a file that Kaldi took; numbers by hand."""
     network = from_text(SAMPLE)
     assert to_text(network) == SAMPLE
     made = rebuild(network)
@@ -284,9 +280,7 @@ def test_binary_files_of_other_kinds_are_named(content: bytes, reason: str) -> N
 
 
 def with_layer(text: str, name: str, component: str, before: str = "input", after: str = "") -> str:
-    """The text with a component node between `before` and the nodes that take it (or `after`
-    alone).
-    """
+    """The text with a component node between `before` and the nodes that take it (or `after`)."""
     lines = text.split("\n")
     for at, line in enumerate(lines):
         if line.startswith(f"component-node name={after}"):
@@ -371,5 +365,4 @@ def test_dropout_in_a_binary_model_is_passed_over() -> None:
     count = b"<NumComponents> \4" + bytes([8])
     assert count in binary
     binary = binary.replace(lines.encode(), changed.encode()).replace(count, b"<NumComponents> \4" + bytes([10]))
-    binary = binary.replace(b"</Nnet3> ", component + b"</Nnet3> ")
-    assert to_text(model_from_bytes(binary)) == text
+    assert to_text(model_from_bytes(binary.replace(b"</Nnet3> ", component + b"</Nnet3> "))) == text

@@ -1,5 +1,4 @@
-"""A model as one function of consecutive frames gives the log likelihoods of the model's windows.
-"""
+"""A model as a function of consecutive frames gives the log likelihoods of the model's windows."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
+from ngsgd.exports.source import StandaloneNetwork
 from ngsgd.models import DataStatistics, Window, build_model
-from ngsgd.models.standalone import StandaloneNetwork
 
 DIM, LEFT, RIGHT, SIDE, CLASSES = 3, 5, 4, 2, 6
 PRIOR_P = np.array([0.3, 0.2, 0.2, 0.1, 0.1, 0.1])
@@ -44,8 +43,7 @@ def model_of(settings: dict[str, Any], window: Window) -> nn.Module:
 
 def of_windows(model: nn.Module, frames_NTD: Tensor, beside_NS: Tensor | None) -> Tensor:
     """Each output frame from its own window."""
-    width = LEFT + 1 + RIGHT
-    outputs = []
+    width, outputs = LEFT + 1 + RIGHT, []
     for first in range(frames_NTD.shape[1] - width + 1):
         x_NI = frames_NTD[:, first:first + width].flatten(1)
         outputs.append(model(x_NI if beside_NS is None else torch.cat([x_NI, beside_NS], dim=1)))

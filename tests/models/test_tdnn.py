@@ -1,6 +1,4 @@
-"""Time-delay networks: windows and complete utterances give the same numbers, those of dilated
-convolutions.
-"""
+"""Time-delay networks: the numbers of dilated convolutions, in windows and complete utterances."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def test_windows_and_utterances_match_the_reference_frame_by_frame(kind: Any, no
 @pytest.mark.parametrize("has_transform", [False, True])
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
 def test_a_side_input_affects_its_output_alone(kind: Any, has_transform: bool) -> None:
-    """Windows and complete utterances give the same; a bias of the first layer does what a constant
-    next to all frames does.
-    """
+    """A bias of the first layer does what a constant next to all frames does."""
     side_dim = 2
     config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, tdnn_offsets=OFFSETS[kind],
                          input_transform="lda" if has_transform else "none")
@@ -99,8 +95,9 @@ def test_a_layer_is_a_dilated_convolution() -> None:
     x = torch.randn(1, 20, DIM, generator=torch.Generator().manual_seed(0))
     needed, splices = layer.plan(np.arange(3, 17))
     assert (needed[0], needed[-1]) == (0, 19)
-    torch.testing.assert_close(layer.affine(splices[0](x))[0].double(), reference.dilated(layer.affine, x[0], (-3, 0, 3)),
-                               rtol=1e-5, atol=1e-5)
+    expected = reference.dilated(layer.affine, x[0], (-3, 0, 3))
+    found = layer.affine(splices[0](x))[0].double()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_only_frames_that_the_output_depends_on_are_computed() -> None:
@@ -124,8 +121,7 @@ def test_the_derivative_is_that_of_finite_differences(kind: Any) -> None:
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
 def test_every_affine_layer_takes_natural_gradient_steps(kind: Any) -> None:
     optimizer = NGSGD(network(kind), 1e-3)
-    assert optimizer.fallbacks == []
-    assert f"{kind}2.affine" in optimizer.preconditioned
+    assert optimizer.fallbacks == [] and f"{kind}2.affine" in optimizer.preconditioned
 
 
 def test_an_input_transform_is_applied_before_the_first_layer() -> None:
@@ -138,12 +134,9 @@ def test_an_input_transform_is_applied_before_the_first_layer() -> None:
 
 
 def departure(M: Tensor) -> float:
-    """How far a matrix is from having orthogonal rows of equal length, 0 to 1; Kaldi's floating
-    scale.
-    """
+    """How far a matrix is from orthogonal rows of equal length, 0 to 1; Kaldi's floating scale."""
     P = M @ M.T
-    scale = P.square().sum() / P.trace()
-    return float((P / scale - torch.eye(len(P))).norm() / len(P) ** 0.5)
+    return float((P / (P.square().sum() / P.trace()) - torch.eye(len(P))).norm() / len(P) ** 0.5)
 
 
 @pytest.mark.slow
@@ -167,11 +160,9 @@ def test_layer_options_name_the_factors() -> None:
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"tdnn_offsets": "-1,0,1 a"}, "rising frame"),
-    ({"tdnn_offsets": "1,0"}, "rising frame"),
+    ({"tdnn_offsets": "-1,0,1 a"}, "rising frame"), ({"tdnn_offsets": "1,0"}, "rising frame"),
     ({"tdnn_offsets": "-1,0,1 0"}, "model.num_layers is 1"),
-    ({"tdnn_offsets": "-6,0", "num_layers": 1}, "6 frames"),
-])
+    ({"tdnn_offsets": "-6,0", "num_layers": 1}, "6 frames")])
 def test_offsets_that_cannot_be_are_reported(changes: dict[str, object], said: str) -> None:
     model = replace(ModelConfig(kind="tdnn", num_layers=1), **changes)  # type: ignore[arg-type]
     (problem,) = check(RunConfig(model=model, egs=EgsConfig(left_context=5, right_context=5)))

@@ -1,6 +1,4 @@
-"""Worker machines that see no folder of the coordinator: they fetch the prepared data over their
-cables, by the commands of docs/cluster.md.
-"""
+"""Worker machines that see no folder of the coordinator, and fetch the prepared data."""
 
 from __future__ import annotations
 
@@ -12,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.nodes.lab import PORT, SETTINGS, wait_until
-from tests.nodes.network import Network, Node
-from tests.nodes.stored import PORT as PORT_OF_SERVICE
-from tests.nodes.stored import Machines
+from tests.nodes.network import Node
+from tests.nodes.stored import Machines, machines_with_service
 from tests.object_storage.service import BUCKET
 
 _RAY = str(Path(sys.executable).parent / "ray")
@@ -34,17 +31,15 @@ _CACHED = ("import json; from pathlib import Path; "
 def data_without_a_shared_disk(logs: Path, expected: str, *, rate: float = 0.0, latency_s: float = 0.0,
                                settings: tuple[str, ...] = ()) -> dict[str, Any]:
     """Train with a shared folder of data, then from the coordinator, then from object storage."""
-    with tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch, \
-            tempfile.TemporaryDirectory(prefix="ngsgd-shared-") as shared, Network(4, Path(scratch), rate, latency_s) as network:
-        machines = Machines(network, logs)
-        for node in network.nodes:
-            node.start(machines.log(node.name))
-        _start(machines)
+    with (tempfile.TemporaryDirectory(prefix="ngsgd-shared-") as shared,
+          machines_with_service(4, logs, rate, latency_s) as machines):
+        nodes = machines.network.nodes[1:]
+        _start_ray(machines)
         figures: dict[str, Any] = {"shared folder": _trained(machines, "shared", expected, f"data.cache_dir={shared}", *settings)}
         figures["from the coordinator"] = _trained(machines, "coordinator", expected, *settings)
-        figures["in the cache of each node"] = [_cached(machines, node) for node in network.nodes[1:]]
+        figures["in the cache of each node"] = [_cached(machines, node) for node in nodes]
         figures["from the cache"] = _trained(machines, "again", expected, *settings)
-        for node in network.nodes[1:]:
+        for node in nodes:
             machines.says(node, f"empty-{node.name}", "-c", _EMPTY)
         figures["from object storage"] = _trained(machines, "store", expected, f"data.store={_STORE}", *settings)
         return figures
@@ -65,11 +60,9 @@ def _trained(machines: Machines, name: str, expected: str, *settings: str) -> di
     return {"seconds of training": round(seconds, 1), "MB sent by the head": round((head.bytes_sent() - before) / 1e6, 1)}
 
 
-def _start(machines: Machines) -> None:
-    """Start the service and Ray's head on the first node, and Ray with one CPU on each other."""
+def _start_ray(machines: Machines) -> None:
+    """Start Ray's head on the first node, and Ray with one CPU on each other."""
     head, *others = machines.network.nodes
-    machines.start(head, "service", "-m", "tests.object_storage.service", head.address, str(PORT_OF_SERVICE))
-    wait_until(lambda: machines.has("service", "ready"), _START_S, f"no service; see {machines.log('service')}")
     of_head = [f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={machines.network.scratch}/ray"]
     for node in (head, *others):
         about = ["--head", *of_head] if node is head else [f"--address={head.address}:{PORT}", "--num-cpus=1"]

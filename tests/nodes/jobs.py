@@ -1,6 +1,4 @@
-"""A cluster that asks for a token, by the commands of docs/cluster.md: submit, follow, lose a node,
-stop, resume.
-"""
+"""A cluster with a token, by the commands of docs/cluster.md: submit, follow, stop, resume."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _COMMAND_S = 300.0
 
 
 def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
-    """Refused without the token; with it a run is followed, loses a node, recovers, is stopped and
-    resumed bitwise identically.
-    """
+    """With the token alone a run is followed, loses a node, is stopped and resumed."""
     settings = [f"output_dir={cluster.output_dir}", *_LONG]
     refusals = [_says(cluster, ClusterError.exit_code, *words, by=_STRANGER)
                 for words in (["submit", "--job-name", "stranger", *settings], ["status", "--dashboard-url", "http://127.0.0.1:8265"])]
@@ -42,7 +38,11 @@ def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
     run = cluster.wait_for(4, "night")
     assert "night" in _says(cluster, EXIT_OK, "status", "--dashboard-url", "http://127.0.0.1:8265")
     with _followed(cluster, "night") as follower:
-        recovered_s = _lose_a_node(cluster, run)
+        began, before = time.monotonic(), len(events(run, "outer_iteration"))
+        cluster.node_with_worker("night").kill_program("raylet")
+        # the run has continued without it
+        cluster.wait_for(before + 2, "night")
+        recovered_s = time.monotonic() - began
         assert "night STOPPED" in _says(cluster, EXIT_OK, "stop", "night")
         assert follower.wait(_COMMAND_S) == EXIT_RUN_FAILED
     before = len(events(run, "outer_iteration"))
@@ -56,14 +56,6 @@ def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
     return {"outer iterations before the stop": before, "in all": len(events(run, "outer_iteration")),
             "seconds until two more after the loss": recovered_s,
             "incidents": [line["message"] for line in events(run, "incident")]}
-
-
-def _lose_a_node(cluster: Lab, run: Path) -> float:
-    """Seconds until the run has continued without it for two outer iterations."""
-    began, before = time.monotonic(), len(events(run, "outer_iteration"))
-    cluster.node_with_worker("night").kill_program("raylet")
-    cluster.wait_for(before + 2, "night")
-    return time.monotonic() - began
 
 
 @contextlib.contextmanager

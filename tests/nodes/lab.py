@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.integration.service import TINY, events
-from tests.nodes.network import Network, Node
+from tests.integration.service import TINY, events, final_hash
+from tests.nodes.network import ROOT, Network, Node
 
 PORT = 6379
 _STORE_BYTES = 100 * 2**20
@@ -36,9 +36,7 @@ class Lab:
     programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
-        """The head on node 0, without CPUs; then a raylet with one CPU on each other
-        node.
-        """
+        """Start the head on node 0, without CPUs, and a raylet with one CPU on each other node."""
         head, *others = self.network.nodes
         self._start_ray(head, "--head", f"--port={PORT}", "--num-cpus=0", f"--include-dashboard={str(self.has_jobs).lower()}",
                         f"--temp-dir={self.network.scratch}/ray")
@@ -116,6 +114,13 @@ def lab(count: int, output_dir: Path, *, rate: float = 0.0, latency_s: float = 0
             cluster = Lab(network, output_dir, logs, has_jobs)
             cluster.start()
             yield cluster
+
+
+def of_one_process(output_dir: Path, name: str, settings: list[str]) -> str:
+    """The model of a run in one process."""
+    words = ["train", f"name={name}", f"output_dir={output_dir}", *settings, "cluster=in_process", "--quiet"]
+    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words], cwd=ROOT, check=True)
+    return final_hash(next(path.parent for path in output_dir.glob(f"{name}-*/config.yaml")))
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:

@@ -64,9 +64,21 @@ class Network:
             _run(f"ip netns add {node.name}")
             _run(f"ip -n {node.name} link set lo up")
         if self.rate or self.latency_s:
-            self._lay_wire()
+            ends = [f"{node.name}={node.address}" for node in self.nodes]
+            self._wire = subprocess.Popen([sys.executable, "-m", "tests.nodes.wire", str(self.rate),
+                                           str(self.latency_s), *ends],
+                                          cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            assert self._wire.stdout and self._wire.stdout.readline() == "ready\n"
         else:
-            self._lay_cables()
+            _run(f"ip link add {_BRIDGE} type bridge")
+            _run(f"ip link set {_BRIDGE} up")
+        for index, node in enumerate(self.nodes):
+            node.device = WIRE if self._wire else "eth0"
+            if not self._wire:
+                _run(f"ip link add ngsgd-v{index} type veth peer name eth0 netns {node.name}")
+                _run(f"ip link set ngsgd-v{index} master {_BRIDGE} up")
+            _run(f"ip -n {node.name} addr add {node.address}/24 dev {node.device}")
+            _run(f"ip -n {node.name} link set {node.device} up")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,24 +88,6 @@ class Network:
             self._wire.kill()
             self._wire.wait()
         _remove([node.name for node in self.nodes])
-
-    def _lay_cables(self) -> None:
-        _run(f"ip link add {_BRIDGE} type bridge")
-        _run(f"ip link set {_BRIDGE} up")
-        for index, node in enumerate(self.nodes):
-            node.device = "eth0"
-            _run(f"ip link add ngsgd-v{index} type veth peer name eth0 netns {node.name}")
-            _run(f"ip link set ngsgd-v{index} master {_BRIDGE} up")
-            node.connect()
-
-    def _lay_wire(self) -> None:
-        ends = [f"{node.name}={node.address}" for node in self.nodes]
-        self._wire = subprocess.Popen([sys.executable, "-m", "tests.nodes.wire", str(self.rate), str(self.latency_s), *ends],
-                                      cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert self._wire.stdout and self._wire.stdout.readline() == "ready\n"
-        for node in self.nodes:
-            node.device = WIRE
-            node.connect()
 
 
 @dataclass
@@ -106,10 +100,6 @@ class Node:
     device: str = ""
     is_cut: bool = False
     init: subprocess.Popen[bytes] | None = None
-
-    def connect(self) -> None:
-        _run(f"ip -n {self.name} addr add {self.address}/24 dev {self.device}")
-        _run(f"ip -n {self.name} link set {self.device} up")
 
     def cut(self) -> None:
         """Pulls the cable."""

@@ -30,8 +30,7 @@ from tests.nodes.lab import Lab, lab
 from tests.nodes.network import missing
 
 _PRICE = 1.5
-# of a preempted worker, until its replacement trains; measured by `make storm`
-_REPLACE_S = 3.0
+_REPLACE_S = 3.0  # of a preempted worker, until its replacement trains; measured by `make storm`
 _WORKERS = 2
 
 

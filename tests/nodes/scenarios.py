@@ -9,7 +9,6 @@ made here.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import ClusterError
-from ngsgd.planning.formulas import Link, central_s
+from ngsgd.planning.planner import Link, central_s
 from tests.integration.service import events, final_hash
 from tests.nodes.fetched import data_without_a_shared_disk
 from tests.nodes.jobs import by_the_documented_commands
-from tests.nodes.lab import SETTINGS, Lab, lab, told
-from tests.nodes.network import ROOT, missing
+from tests.nodes.lab import SETTINGS, Lab, lab, of_one_process, told
+from tests.nodes.network import missing
 from tests.nodes.stored import without_a_shared_disk
 
 _RATE, _LATENCY_S = 2.5e6, 0.05   # 20 Mbit/s, and 50 ms one way
@@ -44,7 +43,8 @@ def over_three_nodes(cluster: Lab, expected: str) -> dict[str, Any]:
     sent = sorted(node.bytes_sent() - earlier for node, earlier in zip(nodes, before, strict=True))[-3]
     assert sent > least, f"a worker sent only {sent} bytes; its results did not pass over its cable"
     machines = {job["host"]: job["machine"] for record in records for job in record["jobs"]}
-    assert len(machines) == 3 and all(load["memory_used_gb"] > 0 for load in machines.values()), "a machine did not tell its load"
+    assert len(machines) == 3
+    assert all(load["system_memory_usage_megabytes"] > 0 for load in machines.values()), "a machine did not tell its load"
     return {"outer iterations": len(records), "seconds of one": _median_s(records), "MB sent by a worker": sent / 1e6,
             "machines that told their load": sorted(machines)}
 
@@ -60,9 +60,7 @@ def a_raylet_is_killed(cluster: Lab, expected: str) -> dict[str, Any]:
 
 
 def the_head_is_lost(cluster: Lab, expected: str) -> dict[str, Any]:
-    """The head machine and the Ray nodes are lost: the run, whose coordinator is elsewhere, ends
-    with a message.
-    """
+    """The head is lost: the run, whose coordinator is elsewhere, ends with a message."""
     process = cluster.train(cluster.network.nodes[1], "headless")
     cluster.wait_for(4, "headless")
     cluster.network.nodes[0].stop()
@@ -91,7 +89,11 @@ def over_a_slow_network(cluster: Lab, expected: str) -> dict[str, Any]:
     run = cluster.finish(cluster.train(cluster.network.nodes[0], "slow"), "slow")
     _same(run, expected)
     link = Link(_RATE, _LATENCY_S, 8e9)
-    return {"model MB": _model_bytes(run) / 1e6, "seconds besides the jobs": _besides_jobs_s(run),
+    besides = [float(record["compute_s"] + record["average_s"]
+                     - max(job["seconds"] for job in record["jobs"]))
+               for record in events(run, "outer_iteration")]
+    return {"model MB": _model_bytes(run) / 1e6,
+            "seconds besides the jobs": statistics.median(besides),
             "planner's formula, central": central_s(3, _model_bytes(run), link)}
 
 
@@ -120,21 +122,8 @@ def _median_s(records: list[dict[str, Any]]) -> float:
     return statistics.median(float(record["compute_s"]) for record in records)
 
 
-def _besides_jobs_s(run: Path) -> float:
-    """Median seconds of an outer iteration in which no job trains."""
-    return statistics.median(float(record["compute_s"] + record["average_s"] - max(job["seconds"] for job in record["jobs"]))
-                             for record in events(run, "outer_iteration"))
-
-
 def _model_bytes(run: Path) -> int:
-    return max(path.stat().st_size for path in run.glob("final/model.safetensors"))
-
-
-def _reference(output_dir: Path) -> str:
-    """The model of one process."""
-    words = ["train", "name=whole", f"output_dir={output_dir}", *SETTINGS, "cluster=in_process"]
-    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words, "--quiet"], cwd=ROOT, check=True)
-    return final_hash(next(path.parent for path in output_dir.glob("whole-*/config.yaml")))
+    return (run / "final/model.safetensors").stat().st_size
 
 
 def main(wanted: list[str]) -> int:
@@ -144,16 +133,15 @@ def main(wanted: list[str]) -> int:
         print(f"no nodes can be made here: {reason}")
         return 2
     # the head, three for workers, and one for each that a scenario takes away
-    quick: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
-        {"count": 6}, [over_three_nodes, a_node_is_cut_off, a_raylet_is_killed, the_head_is_lost])
-    slow: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
-        {"count": 4, "rate": _RATE, "latency_s": _LATENCY_S}, [over_a_slow_network, resumed_on_another_cluster])
-    jobs: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
-        {"count": 4, "has_jobs": True}, [by_the_documented_commands])
+    labs: list[tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]]] = [
+        ({"count": 6}, [over_three_nodes, a_node_is_cut_off, a_raylet_is_killed, the_head_is_lost]),
+        ({"count": 4, "rate": _RATE, "latency_s": _LATENCY_S},
+         [over_a_slow_network, resumed_on_another_cluster]),
+        ({"count": 4, "has_jobs": True}, [by_the_documented_commands])]
     good = True
     with tempfile.TemporaryDirectory(prefix="ngsgd-nodes-") as folder:
-        expected = _reference(Path(folder))
-        for network, scenarios in (quick, slow, jobs):
+        expected = of_one_process(Path(folder), "whole", SETTINGS)
+        for network, scenarios in labs:
             chosen = [scenario for scenario in scenarios if not wanted or scenario.__name__ in wanted]
             if chosen:
                 with lab(output_dir=Path(folder), **network) as cluster:

@@ -26,15 +26,14 @@ from ngsgd.files import read_json_lines, sha256
 from ngsgd.launcher.reports.efficiency import sites_of
 from ngsgd.training.storage.audit import audit
 from tests.nodes.lab import wait_until
-from tests.nodes.network import Network, missing
-from tests.nodes.stored import PORT, Machines
+from tests.nodes.network import missing
+from tests.nodes.stored import Machines, machines_with_service
 from tests.object_storage.service import BUCKET
 
 SITES = ("east", "west")
 _RUN_S = 1200.0
 _CUT_S = 60.0
-# bytes per second
-_NO_LIMIT = 1.25e9
+_NO_LIMIT = 1.25e9  # bytes per second
 _SETTINGS = ("recipe=digits", "cluster=local", "cluster.num_workers=1", "cluster.threads_per_worker=1", "tracking.kind=none",
              "sites.jobs={east: 1, west: 1}")
 
@@ -76,15 +75,7 @@ def sites(folder: Path, bandwidth: float, latency_s: float) -> Iterator[Sites]:
     """Machines with this network."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
-    with (tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch,
-          Network(1 + len(SITES), Path(scratch), bandwidth, latency_s) as network):
-        machines = Machines(network, logs)
-        for node in network.nodes:
-            node.start(machines.log(node.name))
-        machines.log("service").unlink(missing_ok=True)
-        storage = network.nodes[0]
-        machines.start(storage, "service", "-m", "tests.object_storage.service", storage.address, str(PORT))
-        wait_until(lambda: machines.has("service", "ready"), 60.0, f"no service; see {machines.log('service')}")
+    with machines_with_service(1 + len(SITES), logs, bandwidth, latency_s) as machines:
         yield Sites(machines, folder)
 
 

@@ -22,14 +22,13 @@ from typing import Any
 
 from ngsgd.errors import EXIT_OK
 from tests.integration.service import events, final_hash
-from tests.nodes.lab import SETTINGS, told, wait_until
-from tests.nodes.network import ROOT, Network, Node, missing
+from tests.nodes.lab import SETTINGS, of_one_process, told, wait_until
+from tests.nodes.network import Network, Node, missing
 
 _NUM_NODES = 2
 _RUN_S = 600.0
 _BIN = Path(sys.executable).parent
-# a warning comes two minutes before the limit: after one minute of three
-_LIMIT = "0:03:00"
+_LIMIT = "0:03:00"  # a warning comes two minutes before the limit: after one minute of three
 _CONF = """\
 ClusterName=lab
 SlurmctldHost={head}({head_address})
@@ -142,21 +141,20 @@ class Slurm:
     def wait_until_ended(self, job: str) -> str:
         """Its last state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        wait_until(lambda: self._state_soon(job) in over, _RUN_S, f"job {job} does not end; see {self.log(job)}")
+
+        def is_over() -> bool:
+            state = self.state(job)
+            if state == "PENDING":
+                # in Slurm, a job that was queued again waits for two minutes
+                self.call(self.network.nodes[0], "scontrol", "update", f"JobId={job}",
+                          "StartTime=now")
+            time.sleep(0.5)
+            return state in over
+        wait_until(is_over, _RUN_S, f"job {job} does not end; see {self.log(job)}")
         return self.state(job)
 
     def log(self, job: str) -> Path:
         return self.folder / f"ngsgd-{job}.log"
-
-    def _state_soon(self, job: str) -> str:
-        """Its state; one that was queued again waits for two minutes in Slurm, which a test need
-        not.
-        """
-        state = self.state(job)
-        if state == "PENDING":
-            self.call(self.network.nodes[0], "scontrol", "update", f"JobId={job}", "StartTime=now")
-        time.sleep(0.5)
-        return state
 
     def _field(self, job: str, name: str) -> str:
         found = re.search(rf"\b{name}=(\S+)", self.call(self.network.nodes[0], "scontrol", "show", "job", job))
@@ -179,9 +177,7 @@ class Slurm:
 
 
 def warned_at_the_time_limit(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """Slurm's own warning ends the run in time; the job queues again by itself and resumes, to the
-    bits of one process.
-    """
+    """Slurm's warning ends the run in time; the job queues again and resumes."""
     settings = [*_settings(epochs=120), "cluster.num_workers=2"]
     job = slurm.submit("limit", *settings)
     slurm.wait_for(1, "limit", job)
@@ -199,16 +195,12 @@ def warned_at_the_time_limit(slurm: Slurm, expected: Callable[[list[str]], str])
 
 
 def preempted(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """A job of a partition that goes first takes the nodes away; the run saves, and continues when
-    they are free.
-    """
+    """A job that goes first takes the nodes; the run saves, and continues when they are free."""
     return _gives_way(slurm, "gives-way", expected)
 
 
 def preempted_without_a_word(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """The same where Slurm does not warn the script: Ray ends first, the job still queues again,
-    and the run still continues.
-    """
+    """The same without a warning: Ray ends first, and the run still continues."""
     conf = slurm.folder / "slurm.conf"
     conf.write_text(conf.read_text().replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
     slurm.call(slurm.network.nodes[0], "scontrol", "reconfigure")
@@ -264,13 +256,6 @@ def _slurm(output_dir: Path) -> Iterator[Slurm]:
                 slurm.stop()
 
 
-def _of_one_process(output_dir: Path, settings: list[str]) -> str:
-    name = f"alone-{abs(hash(tuple(settings)))}"
-    words = ["train", f"name={name}", f"output_dir={output_dir}", *settings, "cluster=in_process", "--quiet"]
-    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words], cwd=ROOT, check=True)
-    return final_hash(next(path.parent for path in output_dir.glob(f"{name}-*/config.yaml")))
-
-
 def main(wanted: list[str]) -> int:
     """All scenarios, or those named."""
     lacking = missing() or next((f"no {tool} (slurm-wlm, munge)" for tool in ("slurmctld", "slurmd", "sbatch", "munged")
@@ -281,7 +266,9 @@ def main(wanted: list[str]) -> int:
     every = (warned_at_the_time_limit, preempted, cancelled, preempted_without_a_word)
     scenarios = [one for one in every if not wanted or one.__name__ in wanted]
     with tempfile.TemporaryDirectory(prefix="ngsgd-slurm-") as folder, _slurm(Path(folder)) as slurm:
-        results = [told(scenario, slurm, lambda settings: _of_one_process(Path(folder), settings)) for scenario in scenarios]
+        def expected(settings: list[str]) -> str:
+            return of_one_process(Path(folder), f"alone-{abs(hash(tuple(settings)))}", settings)
+        results = [told(scenario, slurm, expected) for scenario in scenarios]
     return 0 if all(results) else 1
 
 

@@ -1,6 +1,4 @@
-"""Machines without a shared disk: the coordinator's machine is lost, and another one resumes the
-run from object storage, by the commands of docs/object-storage.md.
-"""
+"""Machines without a shared disk: one is lost, and another resumes from object storage."""
 
 from __future__ import annotations
 
@@ -10,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,28 @@ class Machines:
         return re.search(pattern, self.log(name).read_text()) is not None
 
 
+@contextmanager
+def machines_with_service(count: int, logs: Path, rate: float = 0.0,
+                          latency_s: float = 0.0) -> Iterator[Machines]:
+    """Running nodes, and the service on the first."""
+    with (tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch,
+          Network(count, Path(scratch), rate, latency_s) as network):
+        machines, first = Machines(network, logs), network.nodes[0]
+        for node in network.nodes:
+            node.start(machines.log(node.name))
+        machines.log("service").unlink(missing_ok=True)
+        machines.start(first, "service", "-m", "tests.object_storage.service", first.address,
+                       str(PORT))
+        wait_until(lambda: machines.has("service", "ready"), 120.0,
+                   f"no service; see {machines.log('service')}")
+        yield machines
+
+
 def without_a_shared_disk(logs: Path, expected: str) -> dict[str, Any]:
     """Train on one machine, lose it, resume on a second one, and read the model on a third."""
     ngsgd = ("-m", "ngsgd.launcher")
-    with tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch, Network(4, Path(scratch)) as network:
-        machines = Machines(network, logs)
-        service, first, second, third = network.nodes
-        for node in network.nodes:
-            node.start(machines.log(node.name))
-        machines.start(service, "service", "-m", "tests.object_storage.service", service.address, str(PORT))
-        wait_until(lambda: machines.has("service", "ready"), 60.0, f"no service; see {machines.log('service')}")
+    with machines_with_service(4, logs) as machines:
+        _, first, second, third = machines.network.nodes
         training = machines.start(first, "train", *ngsgd, "train", "name=stored", f"output_dir={_URL}", *SETTINGS)
         wait_until(lambda: machines.has("train", r"iter +5/") or training.poll() is not None, _COMMAND_S, "no outer iteration")
         assert training.poll() is None, machines.log("train").read_text()[-2000:]

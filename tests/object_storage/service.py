@@ -26,8 +26,7 @@ BUCKET = "bucket"
 # what a fault does to one request; "stop" stops the process, as a long pause of its machine does;
 # "stale_lists" kills it before the request, and later lists do not have the last objects
 FAULTS = ("kill_before", "kill_after", "lost_answer", "error_500", "slow_down", "timeout", "expired", "stale_lists")
-# objects that a stale list does not have
-_NUM_STALE = 8
+_NUM_STALE = 8  # objects that a stale list does not have
 _KEY = re.compile(rb"<Contents><Key>(.*?)</Key>.*?</Contents>", re.DOTALL)
 _EXPIRED = (b'<?xml version="1.0"?><Error><Code>ExpiredToken</Code>'
             b"<Message>The provided token has expired.</Message></Error>")
@@ -44,15 +43,10 @@ class Fault:
 
 @dataclass
 class Faults:
-    """The requests of one case: they are counted, and some of them fail.
-
-    Only requests that change something are counted, since a process that dies between two of them
-    leaves the same objects.
-    """
+    """The requests of one case that change something: they are counted, and some of them fail."""
 
     fault: Fault | None = None
-    # the process to kill
-    victim: int = 0
+    victim: int = 0  # the process to kill
     num_writes: int = 0
     num_faults: int = 0
     # keys that were written last before the fault
@@ -100,9 +94,9 @@ class Service:
 
     @staticmethod
     def environment_of(url: str) -> dict[str, str]:
-        """Environment variables of a process that uses the service at a URL."""
-        return {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-                "AWS_REGION": "us-east-1"}
+        """The same for the service at a URL."""
+        return {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "test",
+                "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
     def make_bucket(self) -> None:
         # some services recognize requests to S3 by their signature, which none of them checks here
@@ -146,7 +140,6 @@ class Service:
             _no_answer(environ)
         answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
-
 
     def _stale_list(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Answer with a list of an earlier time, without the last objects."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,26 +14,10 @@ from ngsgd.data.fetching.node_cache import NodeCache
 from ngsgd.data.fetching.source import PREFIX, StoreSource, UnsoundFileError
 from ngsgd.errors import DataError
 from ngsgd.object_storage.client import ObjectStore
-from tests.object_storage.service import BUCKET, Service, running
+from tests.object_storage.service import Service
 from tests.toy import Run
 
 pytestmark = [pytest.mark.services, pytest.mark.same_process("object storage service")]
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    with running(monkeypatch.setenv) as found:
-        yield found
-
-
-@pytest.fixture
-def store(service: Service, tmp_path: Path) -> ObjectStore:
-    # the service keeps objects for the life of the process
-    return ObjectStore(f"s3://{BUCKET}/{tmp_path.name}")
-
-
-def silent() -> None:
-    pass
 
 
 def test_files_are_written_once_and_by_their_content(tmp_path: Path, store: ObjectStore, service: Service) -> None:
@@ -48,7 +31,8 @@ def test_files_are_written_once_and_by_their_content(tmp_path: Path, store: Obje
     assert service.faults.num_writes == num_writes
     cache = NodeCache(tmp_path / "cache", 1 << 30)
     for digest, path in paths.items():
-        assert cache.fetch(digest, StoreSource(store.url), silent).read_bytes() == path.read_bytes()
+        found = cache.fetch(digest, StoreSource(store.url), lambda: None)
+        assert found.read_bytes() == path.read_bytes()
 
 
 def test_large_files_are_written_in_parts(tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,16 +51,12 @@ def test_an_object_of_another_size_is_replaced_and_a_changed_one_is_an_error(tmp
     store.put(PREFIX + digest, b"short")
     assert publish(offers, store, lambda _: None) == 1
     size = store.size(PREFIX + digest)
-    assert size
+    assert size and store.size("none") is None
+    with pytest.raises(UnsoundFileError):
+        NodeCache(tmp_path, 1 << 30).fetch("0" * 64, StoreSource(store.url), lambda: None)
     store.put(PREFIX + digest, b"x" * size)
     with pytest.raises(UnsoundFileError):
-        NodeCache(tmp_path / "cache", 1 << 30).fetch(digest, StoreSource(store.url), silent)
-
-
-def test_an_object_that_is_gone_is_an_error(tmp_path: Path, store: ObjectStore) -> None:
-    assert store.size("none") is None
-    with pytest.raises(UnsoundFileError):
-        NodeCache(tmp_path, 1 << 30).fetch("0" * 64, StoreSource(store.url), silent)
+        NodeCache(tmp_path / "cache", 1 << 30).fetch(digest, StoreSource(store.url), lambda: None)
 
 
 def test_a_damaged_file_is_not_published(tmp_path: Path, store: ObjectStore) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -101,8 +102,7 @@ def test_an_expired_lease_is_taken_and_its_holder_ends_with_a_message(store: Fau
         old.require_held()
     old.release()
     head = read_head(store)
-    assert head
-    assert (head.fence, bool(head.holder), head.manifest_sha256) == (2, True, "0" * 64)
+    assert head and (head.fence, bool(head.holder), head.manifest_sha256) == (2, True, "0" * 64)
     new.release()
 
 
@@ -124,8 +124,7 @@ def test_a_write_whose_answer_was_lost_counts(store: Faulty, fault: str) -> None
         store.faults = [fault]
         lease.renew()
     head = read_head(store)
-    assert head
-    assert (head.fence, head.manifest_sha256, head.holder) == (1, "0" * 64, {})
+    assert head and (head.fence, head.manifest_sha256, head.holder) == (1, "0" * 64, {})
 
 
 def test_a_lost_write_is_an_error_and_can_be_repeated(store: Faulty) -> None:
@@ -150,24 +149,17 @@ def test_a_write_that_arrives_late_does_not_lose_the_lease(store: Faulty) -> Non
 
 
 def test_one_of_many_processes_takes_a_new_lease(store: Faulty) -> None:
-    results: list[Any] = []
+    holders: list[Lease] = []
 
-    def compete() -> None:
-        try:
-            lease = Lease(store, "train", duration_s=0.4)
+    def compete(_number: int) -> None:
+        lease = Lease(store, "train", duration_s=0.4)
+        with contextlib.suppress(RunLockedError):
             lease.acquire()
-            results.append(lease)
-        except RunLockedError as error:
-            results.append(error)
-
-    threads = [threading.Thread(target=compete) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    holders = [one for one in results if isinstance(one, Lease)]
-    assert len(holders) == 1
-    holders[0].release()
+            holders.append(lease)
+    with ThreadPoolExecutor(5) as threads:
+        list(threads.map(compete, range(5)))
+    (holder,) = holders
+    holder.release()
 
 
 @pytest.mark.usefixtures("elsewhere")

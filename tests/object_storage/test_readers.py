@@ -59,7 +59,6 @@ class Bucket:
 
             def folders(self) -> list[str]:
                 return [one.rpartition("/")[2] for one in bucket.stores if one.rpartition("/")[0] == self.url]
-
         return Hooked(url, store=self.stores.setdefault(url, obstore.store.MemoryStore()))
 
 
@@ -182,10 +181,7 @@ def test_status_changes_nothing_while_training_goes_on(bucket: Bucket, tmp_path:
 
 
 def _is_harmless_at(number: int, bucket: Bucket, out: Path, command: list[str]) -> bool:
-    """Begin training at a request of a command, and make a step at each later one.
-
-    False if the command makes fewer requests.
-    """
+    """Begin training at a request of a command, and step at each later one; False if too few."""
     bucket.stores.clear()
     training = Training(f"run{number}")
     training.end()
@@ -264,7 +260,6 @@ def test_two_processes_that_read_have_different_folders_while_they_live(bucket: 
     def of_another_process() -> Path:
         done = subprocess.run([sys.executable, "-c", code, URL], check=True, capture_output=True, text=True)
         return Path(done.stdout.strip())
-
     other = of_another_process()
     assert other != copies and other.parent == copies.parent and (other / "one").is_dir()
     # that process has ended; the lock of the first folder is still held by this one
@@ -322,7 +317,6 @@ def test_a_file_that_another_thread_writes_is_published_as_it_was(tmp_path: Path
             super().upload(key, file)
             if is_disturbed and change.endswith("each time"):
                 write()
-
     store, is_disturbed = Store("s3://tests/run", store=obstore.store.MemoryStore()), False
     (ours / "config.yaml").write_text("seed: 0\n")
     if change != "new each time":

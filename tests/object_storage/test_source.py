@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,23 +21,13 @@ from ngsgd.object_storage.mirror import mirrored
 from ngsgd.pipeline.prepare import PreparedData, prepare, with_local_source
 from ngsgd.pipeline.recipes import recipe
 from tests.asr.made_up_speech import write_data
-from tests.object_storage.service import BUCKET, running
 
 pytestmark = [pytest.mark.services, pytest.mark.same_process("object storage service")]
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectStore]:
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with running(monkeypatch.setenv):
-        # the service keeps objects for the life of the process
-        yield ObjectStore(f"s3://{BUCKET}/{tmp_path.name}")
-
-
-def upload(folder: Path, store: ObjectStore) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            store.upload(path.relative_to(folder).as_posix(), path)
 
 
 def silent(_line: str) -> None:
@@ -131,7 +120,9 @@ def test_options_below_the_url_name_files_of_the_copy(store: ObjectStore) -> Non
 
 def test_prepared_data_is_that_of_the_folder(store: ObjectStore, tmp_path: Path) -> None:
     folder = write_data(tmp_path / "mine")
-    upload(folder, store)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.upload(path.relative_to(folder).as_posix(), path)
     found: list[PreparedData] = []
     for source in (str(folder), store.url):
         config = recipe("kaldi", data={"source": source, "cache_dir": str(tmp_path / f"data{len(found)}")},

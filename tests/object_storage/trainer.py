@@ -34,8 +34,7 @@ NUM_EPOCHS = 1
 
 def main() -> None:
     for line in sys.stdin:
-        process = os.fork()
-        if not process:
+        if not (process := os.fork()):
             _child(json.loads(line))
         os.waitpid(process, os.WUNTRACED)
         print(process, flush=True)

@@ -35,8 +35,7 @@ class Trials:
         self.service = service
         self.trainer = Trainer(folder, service.environment())
         self._num_cases = 0
-        # a service may have the objects of earlier trials
-        self._name = os.urandom(4).hex()
+        self._name = os.urandom(4).hex()  # a service may have the objects of earlier trials
         service.faults = Faults()
         url = self.new_url()
         assert self.run(url, "first") == 0, self.trainer.errors()
@@ -65,7 +64,8 @@ class Trials:
         os.kill(process, signal.SIGCONT)
         while not self.service.faults.num_faults:
             time.sleep(0.05)
-        committed = [name for name in self.names(url) if newest_manifest(ObjectStore(f"{url}/{name}"))]
+        names = stored_run.names_of_runs(url)
+        committed = [name for name in names if newest_manifest(ObjectStore(f"{url}/{name}"))]
         if not committed:
             # there is no run to take over yet
             os.kill(process, signal.SIGCONT)
@@ -89,16 +89,10 @@ class Trials:
 
     def final_digest(self, url: str) -> str:
         """SHA-256 of the only finished model below a URL, as another machine reads it."""
-        (name,) = [name for name in self.names(url) if self.is_finished(f"{url}/{name}")]
-        model = self.fetched(f"{url}/{name}") / "final" / "model.safetensors"
+        models = [self.fetched(f"{url}/{name}") / "final" / "model.safetensors"
+                  for name in stored_run.names_of_runs(url)]
+        (model,) = [model for model in models if model.is_file()]
         return hashlib.sha256(model.read_bytes()).hexdigest()
-
-    def names(self, url: str) -> list[str]:
-        return stored_run.names_of_runs(url)
-
-    def is_finished(self, run: str) -> bool:
-        folder = self.fetched(run)
-        return (folder / "final" / "model.safetensors").is_file()
 
     def fetched(self, run: str) -> Path:
         os.environ["XDG_CACHE_HOME"] = str(self.trainer.folder / "reader")
@@ -117,34 +111,21 @@ class Trials:
         allowed = [ObjectStorageError.exit_code] if must_fail else [0, ObjectStorageError.exit_code]
         if code != -signal.SIGKILL and (code not in allowed or len(errors) > 1):
             yield f"the run ended with {code} and the messages {errors}"
+        names = stored_run.names_of_runs(url)
         if code != 0:
-            yield from self._resume(url)
+            found = [name for name in names if self.fetched(f"{url}/{name}").is_dir()]
+            if (code := self.run(url, "second", resume=f"{url}/{found[0]}" if found else "")) != 0:
+                yield f"the resumption ended with {code}"
             yield from (f"after the resumption: {error}" for error in self.trainer.errors())
         if self.final_digest(url) != self.digest:
             yield "the final model differs"
-        for name in self.names(url):
+        for name in stored_run.names_of_runs(url):
             folder = self.fetched(f"{url}/{name}")
             if (folder / "ledger.jsonl").exists():
                 yield from audit.audit(folder / "ledger.jsonl")
-            yield from self._objects_left(f"{url}/{name}")
-
-    def _resume(self, url: str) -> Iterator[str]:
-        found = [name for name in self.names(url) if self.fetched(f"{url}/{name}").is_dir()]
-        code = self.run(url, "second", resume=f"{url}/{found[0]}" if found else "")
-        if code != 0:
-            yield f"the resumption ended with {code}"
-
-    def _objects_left(self, run: str) -> Iterator[str]:
-        """Objects that no commit of a finished run needs, beyond those of the last two."""
-        store = ObjectStore(run)
-        num_objects = len(list(store.keys()))
-        if num_objects > 120:
-            yield f"{num_objects} objects are left"
-
-
-def faults_of(kind: str, num_writes: int) -> list[Fault]:
-    """A fault at each write of a run."""
-    return [Fault(kind, number, LENGTHS.get(kind, 1)) for number in range(1, num_writes + 1)]
+            # a finished run needs those of the last two commits
+            if (num_objects := len(list(ObjectStore(f"{url}/{name}").keys()))) > 120:
+                yield f"{num_objects} objects are left"
 
 
 def main(kinds: Sequence[str]) -> int:
@@ -153,7 +134,9 @@ def main(kinds: Sequence[str]) -> int:
         trials = Trials(service, Path(folder))
         print(f"{trials.num_writes} writes in a run")
         for kind in kinds or (*FAULTS, "paused"):
-            faults = faults_of(kind, trials.num_writes)
+            # at each write of a run
+            faults = [Fault(kind, number, LENGTHS.get(kind, 1)) for number in range(1,
+                            trials.num_writes + 1)]
             for fault in faults:
                 found = trials.interrupted_by_another(fault.number) if kind == "paused" else trials.problems(fault)
                 for problem in found:

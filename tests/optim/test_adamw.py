@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,27 +13,20 @@ from torch import Tensor, nn
 from ngsgd import NGSGD
 from ngsgd.errors import DivergenceError, NgsgdWarning
 from ngsgd.optim import SGD
-from tests.optim.moved import moving
-from tests.reference import adamw
+from tests.optim import moved
+from tests.reference import optimizers as reference
+from tests.wired import Wired
 
 # AdamW in float64 on both sides; sums in another order
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-13}
 
 
-class Tagger(nn.Module):
-    """An embedding and an LSTM, which have no natural gradient, and a linear layer, which has one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 6)
-        self.lstm = nn.LSTM(6, 5, batch_first=True)
-        self.output = nn.Linear(5, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.output(self.lstm(self.embedding(tokens))[0])
-        return logits.flatten(0, 1)
+def tagger() -> Wired:
+    """An embedding and an LSTM without natural gradient, and a linear layer with one."""
+    torch.manual_seed(0)
+    return Wired(lambda m, tokens: m.output(m.lstm(m.embedding(tokens))[0]).flatten(0, 1),
+                 embedding=nn.Embedding(11, 6),
+                 lstm=nn.LSTM(6, 5, batch_first=True), output=nn.Linear(5, 3))
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -40,21 +34,17 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     return nn.functional.cross_entropy(model(tokens), (tokens % 3).flatten(), reduction="sum")
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
-    with moving(model):
-        for seed in seeds:
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            optimizer.step()
+train = partial(moved.train, loss_of=loss_of)
 
 
 @pytest.mark.parametrize("kind", [NGSGD, SGD])
 def test_it_takes_the_steps_of_the_paper(kind: type[SGD]) -> None:
-    model = Tagger().double()
+    model = tagger().double()
     options: dict[str, Any] = {"rule": "adamw", "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "lr_factor": 0.5}
     optimizer = kind(model, 0.04, layer_options={"embedding": options, "lstm": options}, adamw_lr_factor=0.25)
     names = [name for name, _ in model.named_parameters() if not name.startswith("output")]
-    exact = {name: adamw.AdamW(model.get_parameter(name).detach().numpy(), (0.8, 0.95), 1e-6) for name in names}
+    exact = {name: reference.AdamW(model.get_parameter(name).detach().numpy(), (0.8, 0.95), 1e-6)
+             for name in names}
     for seed in range(8):
         optimizer.zero_grad()
         loss_of(model, seed).backward()
@@ -65,17 +55,6 @@ def test_it_takes_the_steps_of_the_paper(kind: type[SGD]) -> None:
         optimizer.step()
         for name in names:
             torch.testing.assert_close(model.get_parameter(name).detach(), torch.from_numpy(exact[name].x), **EXACT)
-
-
-def test_ngsgd_uses_it_for_parameters_without_natural_gradient() -> None:
-    model = Tagger()
-    with pytest.warns(NgsgdWarning):
-        optimizer = NGSGD(model, lr=0.04)
-    assert {group["name"]: group["rule"] for group in optimizer.param_groups} == {
-        "embedding": "adamw", "lstm": "adamw", "output": "natural"}
-    first = float(loss_of(model, 0).detach())
-    train(model, optimizer, range(150))
-    assert float(loss_of(model, 0).detach()) < 0.5 * first
 
 
 def test_a_layer_can_be_excluded_from_natural_gradient_by_name() -> None:
@@ -91,7 +70,7 @@ def test_a_layer_can_be_excluded_from_natural_gradient_by_name() -> None:
 
 @pytest.mark.parametrize("kind", [NGSGD, SGD])
 def test_its_layers_have_no_limits_and_no_velocity(kind: type[SGD]) -> None:
-    model = Tagger()
+    model = tagger()
     optimizer = kind(model, 0.016, momentum=0.9, max_change=1e-6, layer_options={"lstm": {"rule": "adamw"}})
     weight = model.get_parameter("lstm.weight_ih_l0").detach()
     before = weight.clone()
@@ -104,23 +83,8 @@ def test_its_layers_have_no_limits_and_no_velocity(kind: type[SGD]) -> None:
     assert "velocity" in keys["output.weight"] and "exp_avg" not in keys["output.weight"]
 
 
-@pytest.mark.parametrize("kind", [NGSGD, SGD])
-def test_a_state_continues_bitwise_identically(kind: type[SGD]) -> None:
-    options = {"lstm": {"rule": "adamw"}, "embedding": {"rule": "adamw"}}
-    model = Tagger()
-    optimizer = kind(model, 0.016, layer_options=options)
-    train(model, optimizer, range(13))
-    other = Tagger()
-    other.load_state_dict(model.state_dict())
-    continued = kind(other, 0.016, layer_options=options)
-    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, range(13, 20))
-    train(other, continued, range(13, 20))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-
-
 def test_nothing_moves_where_a_gradient_is_not_finite() -> None:
-    model = Tagger()
+    model = tagger()
     optimizer = NGSGD(model, lr=0.016, fallback="adamw")
     train(model, optimizer, range(3))
     before = copy.deepcopy(optimizer.state_dict()["state"]), copy.deepcopy(model.state_dict())
@@ -139,7 +103,7 @@ def test_nothing_moves_where_a_gradient_is_not_finite() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_raised_by_layer() -> None:
-    model = Tagger()
+    model = tagger()
     optimizer = SGD(model, 0.016, layer_options={"embedding": {"rule": "adamw"}}, on_nonfinite="raise")
     loss_of(model, 0).backward()
     assert model.embedding.weight.grad is not None

@@ -56,9 +56,8 @@ class Images(nn.Module):
             nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", groups=2),
             nn.GroupNorm(2, 4),
         )
-        self.of_frames = nn.Sequential(
-            nn.Flatten(2), nn.Conv1d(4, 6, 3, stride=2), nn.BatchNorm1d(6)
-        )
+        self.of_frames = nn.Sequential(nn.Flatten(2), nn.Conv1d(4, 6, 3, stride=2),
+                                       nn.BatchNorm1d(6))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of_frames(self.of_images(x)).mean(2)  # type: ignore[no-any-return]
@@ -104,13 +103,10 @@ MODELS = {
 }
 
 
-@pytest.mark.entry(
-    "L12",
-    "you call `torch.compile(model, fullgraph=True)`",
-    "works",
-    "Linear, convolutions, norms and attention compile into one graph, whose parameters after training are those "
-    "without compilation; give `NGSGD` the plain model, and call the compiled one first after that",
-)
+@pytest.mark.entry("L12", "you call `torch.compile(model, fullgraph=True)`", "works",
+                   "Linear, convolutions, norms and attention compile into one graph, whose "
+                   "parameters after training are those without compilation; give `NGSGD` the "
+                   "plain model, and call the compiled one first after that")
 @pytest.mark.parametrize("kind", ["attention", pytest.param("affine", marks=pytest.mark.slow),
                                   pytest.param("images", marks=pytest.mark.slow),
                                   pytest.param("multihead", marks=pytest.mark.slow)])
@@ -146,10 +142,8 @@ def test_a_compiled_layer_with_a_frozen_weight_has_a_plain_bias_gradient() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "c++")) is None,
-    reason="torch's default compiler calls a C++ compiler",
-)
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None,
+                    reason="torch's default compiler calls a C++ compiler")
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_default_compiler_gives_the_same(kind: str) -> None:
     build, shape = MODELS[kind]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ngsgd import NGSGD
 from ngsgd.errors import ConfigError
+from tests.wired import Wired
 
 NUM = 16
 Loss = Callable[[Any], Any]
@@ -25,32 +26,24 @@ class Head(nn.Linear):
     """A subclass, which has no natural gradient."""
 
 
-class Sequence(nn.Module):
+def sequence() -> nn.Module:
     """Outputs with positions, B x T x 3."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layers(x)
+    return Wired(lambda m, x: m.layers(x),
+                 layers=nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
 
 
-class Frames(Sequence):
+def frame_means() -> nn.Module:
     """Outputs are means over positions."""
+    return Wired(lambda m, x: m.layers(x).mean(dim=1),
+                 layers=nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
 
-    def forward(self, x: Tensor) -> Any:
-        return self.layers(x).mean(dim=1)
 
+def heads() -> nn.Module:
+    def run(model: Any, x: Tensor) -> Any:
+        h = model.trunk(x).tanh()
+        return model.left(h), model.right(h)
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(5, 8), nn.Linear(8, 3), Head(8, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.trunk(x).tanh()
-        return self.left(h), self.right(h)
+    return Wired(run, trunk=nn.Linear(5, 8), left=nn.Linear(8, 3), right=Head(8, 3))
 
 
 class Experts(nn.Module):
@@ -134,18 +127,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, int]] = {
     "weight_norm": (weight_norm, lambda m: ce(m(X), Y), NUM),
     "pooling and a head without natural gradient": (lambda: images(Head), lambda m: ce(m(IMAGES), Y), NUM),
     "pooling at the end": (convolutional, lambda m: ce(m(IMAGES), Y), NUM),
-    "means over frames": (Frames, lambda m: ce(m(FRAMES), Y), NUM),
-    "classes of frames": (Sequence, lambda m: ce(m(FRAMES).transpose(1, 2), Y_FRAMES), NUM * 20),
-    "classes of flat frames": (Sequence, lambda m: ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten()), NUM * 20),
-    "ignored frames": (Sequence, lambda m: ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten(), ignore_index=1), NUM * 20),
+    "means over frames": (frame_means, lambda m: ce(m(FRAMES), Y), NUM),
+    "classes of frames": (sequence, lambda m: ce(m(FRAMES).transpose(1, 2), Y_FRAMES), NUM * 20),
+    "classes of flat frames": (sequence, lambda m: ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten()),
+                               NUM * 20),
+    "ignored frames": (sequence, lambda m: ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten(),
+                                              ignore_index=1), NUM * 20),
     "pixels": (lambda: nn.Conv2d(1, 3, 3), lambda m: ce(m(IMAGES), torch.zeros(NUM, 10, 10).long()), NUM * 100),
     "soft classes": (affine, lambda m: ce(m(X), functional.softmax(T, dim=1)), NUM),
     "label smoothing": (affine, lambda m: ce(m(X), Y, label_smoothing=0.1), NUM),
     "a sum that is divided": (affine, lambda m: ce(m(X), Y, reduction="sum") / NUM, NUM),
     "kl_div": (affine, lambda m: functional.kl_div(m(X).log_softmax(1), T.softmax(1), reduction="batchmean"), NUM),
     "mse": (affine, lambda m: functional.mse_loss(m(X), T), NUM),
-    "mse of means over frames": (Frames, lambda m: functional.mse_loss(m(FRAMES), T), NUM),
-    "mse of frames": (Sequence, lambda m: functional.mse_loss(m(FRAMES), data(NUM, 20, 3)), NUM * 20),
+    "mse of means over frames": (frame_means, lambda m: functional.mse_loss(m(FRAMES), T), NUM),
+    "mse of frames": (sequence, lambda m: functional.mse_loss(m(FRAMES), data(NUM, 20, 3)),
+                      NUM * 20),
     "mse of pixels": (lambda: nn.Conv2d(1, 3, 3), lambda m: functional.mse_loss(m(IMAGES), data(NUM, 3, 10, 10)), NUM * 100),
     "mse of pooled pixels": (lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1)),
                              lambda m: functional.mse_loss(m(IMAGES), T[..., None, None]), NUM),
@@ -162,21 +158,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, int]] = {
     "gaussian": (affine, lambda m: functional.gaussian_nll_loss(m(X)[:, :1], T[:, :1], m(X)[:, 1:2].exp()), NUM),
     "focal": (affine, lambda m: focal(m(X)), NUM),
     "masked": (affine, lambda m: masked(m(X)), NUM),
-    "ctc": (Sequence, lambda m: functional.ctc_loss(m(FRAMES).transpose(0, 1).log_softmax(-1), Y_FRAMES[:, 1:5] % 2 + 1,
+    "ctc": (sequence, lambda m: functional.ctc_loss(m(FRAMES).transpose(0, 1).log_softmax(-1),
+                                                    Y_FRAMES[:, 1:5] % 2 + 1,
                                                    torch.full((NUM,), 20), torch.full((NUM,), 4)), NUM),
     "an own backward pass": (affine, lambda m: doubled(m(X)), NUM),
     "a penalty on weights": (affine, lambda m: ce(m(X), Y) + 1e-3 * sum(p.square().sum() for p in m.parameters()), NUM),
     "a mean penalty on weights": (affine, lambda m: ce(m(X), Y) + m[0].weight.abs().mean(), NUM),
     "a distance to weights": (affine, lambda m: ce(m(X), Y) + functional.mse_loss(m[0].weight, torch.zeros(8, 5)), NUM),
     "an orthogonality penalty": (affine, lambda m: (m(X) - T).square().mean() + (m[2].weight @ m[2].weight.T).square().sum(), NUM),
-    "a penalty on activations": (Sequence, lambda m: ce(m(FRAMES).mean(1), Y) + m.layers[0](FRAMES).abs().mean(), NUM),
+    "a penalty on activations": (sequence, lambda m: ce(m(FRAMES).mean(1), Y)
+                                 + m.layers[0](FRAMES).abs().mean(), NUM),
     "two calls": (affine, lambda m: ce(m(X), Y) + ce(m(X + 1), Y), NUM),
-    "two heads": (TwoHeads, lambda m: sum(ce(one, Y) for one in m(X)), NUM),
-    "a mean of two heads": (TwoHeads, lambda m: torch.stack([ce(one, Y) for one in m(X)]).mean(), NUM),
+    "two heads": (heads, lambda m: sum(ce(one, Y) for one in m(X)), NUM),
+    "a mean of two heads": (heads, lambda m: torch.stack([ce(one, Y) for one in m(X)]).mean(), NUM),
     "weights of two losses": (affine, lambda m: sum(0.3 * of(one) for one in [m(X)] for of in (lambda o: ce(o, Y), focal)), NUM),
     "a weighted loss of another call": (affine, lambda m: ce(m(X), Y) + 0.1 * ce(m(X + 1), Y), NUM),
     "a weighted penalty": (affine, lambda m: 0.5 * (m(X) - T).square().mean() + 1e-3 * m[0].weight.square().sum(), NUM),
-    "frames one by one": (Sequence, lambda m: sum(ce(one, Y) for one in m(FRAMES).unbind(1)), NUM),
+    "frames one by one": (sequence, lambda m: sum(ce(one, Y) for one in m(FRAMES).unbind(1)), NUM),
     "samples one by one": (affine, lambda m: sum(ce(m_x[i:i + 1], Y[i:i + 1]) for m_x in [m(X)] for i in range(NUM)) / NUM, NUM),
     "parts of a minibatch": (affine, lambda m: sum(ce(one, y) for one, y in zip(m(X).split(4), Y.split(4), strict=True)) / 4, NUM),
     "one sample": (affine, lambda m: ce(m(X[:1]), Y[:1]), 1),
@@ -280,30 +278,26 @@ def test_accumulated_passes_are_added(is_clipped: bool) -> None:
     assert_counts(lambda: affine(Head), run, NUM)
 
 
-def test_losses_of_two_heads_in_two_passes_are_those_of_one() -> None:
+def two_heads(model: Any) -> None:
+    left, right = model(X)
+    ce(left, Y).backward(retain_graph=True)
+    ce(right, Y).backward()
+
+
+def two_losses(model: Any) -> None:
+    output = model(X)
+    ce(output, Y).backward(retain_graph=True)
+    functional.mse_loss(output, T).backward()
+
+
+@pytest.mark.parametrize(("build", "passes", "times"), [
+    (heads, two_heads, 1), (heads, two_heads, 3), (lambda: affine(Head), two_losses, 2)])
+def test_passes_of_one_minibatch_count_once(build: Callable[[], nn.Module],
+                                            passes: Callable[[Any], None], times: int) -> None:
     def run(model: nn.Module, optimizer: NGSGD) -> None:
-        left, right = model(X)
-        ce(left, Y).backward(retain_graph=True)
-        ce(right, Y).backward()
-    assert_counts(TwoHeads, run, NUM)
-
-
-def test_passes_of_two_heads_of_several_minibatches_are_added() -> None:
-    def run(model: nn.Module, optimizer: NGSGD) -> None:
-        for _ in range(3):
-            left, right = model(X)
-            ce(left, Y).backward(retain_graph=True)
-            ce(right, Y).backward()
-    assert_counts(TwoHeads, run, 3 * NUM)
-
-
-def test_two_losses_of_the_same_outputs_in_two_passes_are_those_of_one() -> None:
-    def run(model: nn.Module, optimizer: NGSGD) -> None:
-        for _ in range(2):
-            output = model(X)
-            ce(output, Y).backward(retain_graph=True)
-            functional.mse_loss(output, T).backward()
-    assert_counts(lambda: affine(Head), run, 2 * NUM)
+        for _ in range(times):
+            passes(model)
+    assert_counts(build, run, times * NUM)
 
 
 def replica_loss(model: nn.Module) -> Any:
@@ -397,14 +391,16 @@ def test_passes_of_unknown_losses_that_were_cleared_do_not_count() -> None:
         (ce(left, Y) + ce(right[:4].clone(), Y[:4])).backward()
         model.zero_grad(set_to_none=False)
         ce(model(X)[0], Y).backward()
-    assert_counts(TwoHeads, run, NUM)
+    assert_counts(heads, run, NUM)
 
 
 # losses whose samples cannot be known
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]]] = {
-    "two numbers": (Sequence, lambda m: (ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten()) + ce(m(FRAMES).mean(1), Y)).backward()),
-    "two numbers in two passes": (TwoHeads, lambda m: (ce(m(X)[0], Y).backward(), ce(m(X[:4])[1], Y[:4]).backward())),
-    "an own loss of positions": (Sequence, lambda m: doubled(m(FRAMES)).backward()),
+    "two numbers": (sequence, lambda m: (ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten())
+                                         + ce(m(FRAMES).mean(1), Y)).backward()),
+    "two numbers in two passes": (heads, lambda m: (ce(m(X)[0], Y).backward(),
+                                                    ce(m(X[:4])[1], Y[:4]).backward())),
+    "an own loss of positions": (sequence, lambda m: doubled(m(FRAMES)).backward()),
     "means of unknown dimensions": (lambda: nn.LSTM(5, 3),
                                     lambda m: m(FRAMES)[0].unfold(1, 4, 4).sum(-1).square().mean().backward()),
     "passes that end in different experts": (Experts, lambda m: [(ce(m(X, i), Y) / 2).backward() for i in range(2)]),

@@ -1,6 +1,4 @@
-"""Mistakes in loops with NGSGD and SGD: states of other objects, replaced layers, and NaN in every
-minibatch.
-"""
+"""Mistakes with NGSGD and SGD: states of other objects, replaced layers, NaN in every minibatch."""
 
 from __future__ import annotations
 
@@ -55,14 +53,18 @@ def test_a_complete_checkpoint_is_refused_and_its_entry_loads(kind: Any) -> None
     other.load_state_dict(checkpoint["optimizer"])
 
 
-@pytest.mark.entry("P5")
+@pytest.mark.entry("P5", "you load the state of a model of another width", "error",
+                   "OptimizerStateError names the layer and both dimensions, before anything is loaded and before any "
+                   "training. SGD without momentum keeps no tensor of a parameter, so its state fits every width")
 @pytest.mark.parametrize("make", [
     NGSGD, NaturalMuon, lambda model, lr: SGD(model, lr, momentum=0.5),
     lambda model, lr: SGD(model, lr, layer_options={"*": {"rule": "adamw"}}),
 ])
 def test_a_state_of_another_width_is_refused_before_training(make: Any) -> None:
+    optimizer = make(network(6), 2e-3)
     with pytest.raises(OptimizerStateError):
-        make(network(6), 1e-3).load_state_dict(make(network(9), 1e-3).state_dict())
+        optimizer.load_state_dict(make(network(9), 1e-3).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 2e-3
     make(network(6), 1e-3).load_state_dict(make(network(6), 1e-3).state_dict())
 
 
@@ -104,9 +106,14 @@ def test_layers_that_are_added_or_unfrozen_have_no_second_warning() -> None:
 def test_skipped_steps_are_warned_of_again_when_their_number_has_grown_tenfold(kind: Any) -> None:
     model = network()
     optimizer = kind(model, 1e-6)
+    start = [p.detach().clone() for p in model.parameters()]
     # at steps 1 and 16
     assert caught_in(model, optimizer, 31, float("nan")) == 2
     assert optimizer.activity().num_skipped == 31
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), start, strict=True))
+    caught_in(model, optimizer, 1)
+    for p, old in zip(model.parameters(), start, strict=True):
+        assert p.isfinite().all() and not torch.equal(p, old)
 
 
 def test_skipped_steps_of_a_model_that_adamw_trains_are_counted() -> None:

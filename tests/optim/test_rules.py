@@ -1,6 +1,4 @@
-"""Kaldi's rules around a step against the formulas of section A5: backstitch, l2, shrinking,
-semi-orthogonal layers.
-"""
+"""Kaldi's rules around a step against section A5: backstitch, l2, shrinking, orthonormality."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from ngsgd import NGSGD
 from ngsgd.errors import ConfigError
 from ngsgd.optim import SGD, Optimizer
 from ngsgd.optim.backstitch import backstitch_step, shrink
+from tests.optim.moved import gradients_of, parameters_of
 
 KINDS = pytest.mark.parametrize("kind", [SGD, NGSGD])
 NO_LIMITS: dict[str, Any] = {"max_change": 0.0, "max_param_change": 0.0}
@@ -42,21 +41,11 @@ def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
     return closure
 
 
-def parameters_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def gradients_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 # --- backstitch ---
 
 @KINDS
 def test_backstitch_is_a_step_back_and_a_longer_one_forward_on_fresh_gradients(kind: type[SGD]) -> None:
-    """theta1 = theta0 + s lr g(theta0), theta2 = theta1 - (1 + s) lr g(theta1), g with one and the
-    same Fisher estimate.
-    """
+    """theta1 = theta0 + s lr g(theta0), theta2 = theta1 - (1 + s) lr g(theta1), one estimate."""
     s, lr = 0.3, 0.002
     model = network()
     optimizer = kind(model, lr, **NO_LIMITS)

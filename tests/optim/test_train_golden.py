@@ -1,6 +1,4 @@
-"""Complete training steps against Kaldi's nnet3-train (golden/train.npz): forward, backward, NG,
-limits, momentum, l2.
-"""
+"""Complete training steps against Kaldi's nnet3-train (golden/train.npz)."""
 
 from __future__ import annotations
 

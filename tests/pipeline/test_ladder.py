@@ -21,17 +21,16 @@ from ngsgd.data.frames import FrameSet
 from ngsgd.errors import RunInterrupted
 from ngsgd.pipeline import adaptation
 from ngsgd.pipeline.decoding.decode_data import DecodeRequest, decode_data
-from ngsgd.pipeline.finish import refined_corpus
 from ngsgd.pipeline.ladder import with_rungs
 from ngsgd.pipeline.recipes import recipe
-from ngsgd.pipeline.run import Run, build_run
+from ngsgd.pipeline.run import Run, build_run, refined_corpus
 from ngsgd.pipeline.score import log_likelihoods
 from ngsgd.pipeline.services import Services
 from ngsgd.runs import rungs
 from ngsgd.runs.final_model import load_final
 from ngsgd.word_errors import WordErrors
 from tests.asr.made_up_speech import write_data
-from tests.stops import StopAfter
+from tests.toy import StopAfter
 
 
 def climbing(**settings: Any) -> RunConfig:
@@ -65,18 +64,20 @@ def corpus(num_frames: int, num_speakers: int, num_features: int = 2) -> Corpus:
     return Corpus("kaldi", speech, speech, speech, Language(Topology(("a",), {"A": (("a",),)})), "")
 
 
-WANTED = AdaptationConfig(lda_dim=4, context=1, fmllr=True)
+WANTED = AdaptationConfig(lda_dim=4, fmllr=True)
 
 
-@pytest.mark.parametrize(("speech", "expected"), [
-    (corpus(2000, 3), WANTED),
-    (corpus(2000, 1), replace(WANTED, fmllr=False)),
-    (corpus(2000, 20), replace(WANTED, fmllr=False)),
-    (corpus(59, 2), replace(WANTED, lda_dim=0, fmllr=False)),
-    (corpus(2000, 3, num_features=1), replace(WANTED, lda_dim=3)),
-], ids=["enough", "one speaker", "short speakers", "few frames", "few features"])
+@pytest.mark.parametrize(("speech", "expected"),
+                         [(corpus(2000, 3), WANTED),
+                          (corpus(2000, 1), replace(WANTED, fmllr=False)),
+                          (corpus(2000, 20), replace(WANTED, fmllr=False)),
+                          (corpus(59, 2), replace(WANTED, lda_dim=0, fmllr=False)),
+                          (corpus(2000, 3, num_features=1), replace(WANTED, lda_dim=3))],
+                         ids=["enough", "one speaker", "short speakers", "few frames",
+                              "few features"])
 def test_what_a_corpus_is_too_small_for_is_left_out_with_a_line(
-        speech: Corpus, expected: AdaptationConfig) -> None:
+        speech: Corpus, expected: AdaptationConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptation, "CONTEXT", 1)
     lines: list[str] = []
     assert adaptation.possible(WANTED, speech, lines.append) == expected
     assert bool(lines) == (expected != WANTED)
@@ -127,7 +128,7 @@ def test_a_stopped_ladder_continues_at_its_rung(tmp_path: Path) -> None:
     result = decode_data(Bundle.load(run.folder.path), DecodeRequest(Path(config.data.source) / "test"))
     assert asdict(result.total) == run.metrics["test"]
     model, prior_P = load_final(run.folder)
-    refined = refined_corpus(run.config, run.data, model, prior_P, lines.append)
+    refined = refined_corpus(run, model, prior_P)
     again = test_set.read(Bundle.load(run.folder.path), Path(config.data.source) / "test")
     by_run = log_likelihoods(refined.test.frames, run.config.egs, model, prior_P)
     for found_TP, expected_TP in zip(again.logliks, by_run, strict=True):

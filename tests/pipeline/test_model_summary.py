@@ -13,6 +13,9 @@ def test_every_module_with_parameters_has_a_row_and_shared_ones_count_once() -> 
     total, *rows = summary(nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(2, 4, bias=False)))
     assert "16 parameters" in total
     assert [row.split()[0] for row in rows] == ["0", "3"] and [row.split()[-1] for row in rows] == ["8", "8"]
+    # fixed ones are counted apart
+    layer.weight.requires_grad_(False)
+    assert "8 parameters" in summary(layer)[0] and " 6 " in summary(layer)[0]
 
 
 def test_a_deep_model_has_one_row_for_each_top_level_module() -> None:
@@ -37,9 +40,3 @@ def test_names_are_those_of_public_layers() -> None:
     assert summary(Weights())[1].split()[:2] == ["(model)", "Weights"]
     private = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     assert all(hasattr(nn, row.split()[1]) for row in summary(nn.Sequential(private))[1:])
-
-
-def test_fixed_parameters_are_counted_apart() -> None:
-    model = nn.Linear(3, 2)
-    model.weight.requires_grad_(False)
-    assert "8 parameters" in summary(model)[0] and " 6 " in summary(model)[0]

@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def stopped(folder: Path) -> Path:
-    """A run that was stopped after two outer iterations."""
     stop = StopAfter()
     with pytest.raises(RunInterrupted):
         ngsgd.train(blobs.make_task, output_dir=folder, **SETTINGS, services=Services(stop=stop, make_trackers=stop.trackers))
@@ -81,17 +80,15 @@ def test_the_command_shows_a_call_that_works(differs: bool, flags: list[str], tm
     assert done.metrics["valid/accuracy"] > 0.7
 
 
-def test_a_new_run_accepts_other_bits_of_workers(tmp_path: Path) -> None:
-    run = ngsgd.train(blobs.make_task, output_dir=tmp_path, allow_other_bits=True, services=Services(), **SETTINGS)
-    assert run.metrics
-
-
 def test_arguments_without_effect_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trust"):
         ngsgd.train(blobs.make_task, trust=True, output_dir=tmp_path, services=Services(), **SETTINGS)
     with pytest.raises(ArgumentError, match="task"):
         ngsgd.train(output_dir=tmp_path, services=Services(), **SETTINGS)
     assert not list(tmp_path.iterdir())
+    # a new run accepts other bits of workers
+    assert ngsgd.train(blobs.make_task, output_dir=tmp_path, allow_other_bits=True,
+                       services=Services(), **SETTINGS).metrics
 
 
 def test_a_run_continues_on_another_number_of_workers(tmp_path: Path) -> None:

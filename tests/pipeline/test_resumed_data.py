@@ -14,7 +14,7 @@ from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.run import build_run
 from ngsgd.pipeline.services import Services
 from tests.asr.made_up_speech import write_data
-from tests.stops import StopAfter
+from tests.toy import StopAfter
 
 pytest.importorskip("kaldi_native_fbank")
 

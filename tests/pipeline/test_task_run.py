@@ -1,5 +1,4 @@
-"""Runs of a task of a user: from Python and from the command line, stopped, killed and continued.
-"""
+"""Runs of a user's task: from Python and the command line, stopped, killed and continued."""
 
 from __future__ import annotations
 
@@ -43,6 +42,11 @@ def digest(run: Any) -> str:
     return hashlib.sha256((run.folder.final / "model.safetensors").read_bytes()).hexdigest()
 
 
+def linear_task(x_ND: Tensor, y_ND: Tensor) -> DatasetTask:
+    return DatasetTask(TensorDataset(x_ND, y_ND), lambda: nn.Linear(3, 3),
+                       lambda model, batch: mse_loss(model(batch[0]), batch[1]))
+
+
 def test_a_run_lowers_the_loss_and_can_be_loaded(tmp_path: Path) -> None:
     run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **SETTINGS)
     events = read_json_lines(run.folder.events)
@@ -60,15 +64,9 @@ def test_a_run_lowers_the_loss_and_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_any_scale_is_trained(tmp_path: Path) -> None:
-    """Targets of pure noise with variance 10^4: the loss changes by far more than 1 in each outer
-    iteration.
-    """
+    """Targets of pure noise with variance 10^4: the loss changes by far more than 1."""
     x, noise = torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(0))
-
-    def mean_squared_error(model: nn.Module, batch: Any) -> Tensor:
-        return mse_loss(model(batch[0]), batch[1])
-
-    task = DatasetTask(TensorDataset(x, 100.0 * noise), lambda: nn.Linear(3, 3), mean_squared_error)
+    task = linear_task(x, 100.0 * noise)
     run = ngsgd.train(task, output_dir=tmp_path, services=Services(), optimizer="sgd", lr=0.05, **SETTINGS)
     records = [event for event in read_json_lines(run.folder.events) if event["event"] == "outer_iteration"]
     losses = [record["valid"]["loss"] for record in records]
@@ -76,8 +74,6 @@ def test_a_loss_of_any_scale_is_trained(tmp_path: Path) -> None:
 
 
 class StopAfter:
-    """Stops the run after the second outer iteration."""
-
     def __init__(self) -> None:
         self.num_done = 0
 
@@ -133,6 +129,7 @@ def test_an_interrupt_after_training_is_recorded_and_the_run_resumes(tmp_path: P
 def test_a_worker_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     settings = {**SETTINGS, "cluster": "local", "num_epochs": 3}
     whole = ngsgd.train(blobs.make_slow_task, output_dir=tmp_path / "whole", services=Services(), **settings)
+
     class KillingPool(ProcessPool):
         """Kills the worker of the first job of outer iteration 2, just after the job was sent."""
 
@@ -154,8 +151,6 @@ def test_a_worker_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     deaths = [event for event in read_json_lines(run.folder.events) if event.get("what") == "worker_died"]
     assert len(deaths) == 1 and digest(run) == digest(whole)
 
-
-# The command line ---------------------------------------------------------------------------------
 
 TRAIN = ["train", "task=tests.tasks.blobs:make_task", f"task.search_path={ROOT}", "name=blobs", "cluster=in_process",
          "tracking.kind=none", "schedule.num_epochs=2", "schedule.minibatch_size=16", "--quiet"]
@@ -191,17 +186,13 @@ def test_the_command_line_trains_and_resumes_a_task(tmp_path: Path, monkeypatch:
     (["task=tests.tasks.blobs:no_task"], "no_task"),
     (["task.args={depth: 3}"], "depth"),
     (["data.corpus=an4"], "data.corpus"),
-    (["model.hidden_dim=7"], "model.hidden_dim"),
-])
+    (["model.hidden_dim=7"], "model.hidden_dim")])
 def test_mistakes_are_reported_before_a_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
                                                        named: str, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main([*TRAIN, *words]) == 2
     assert named in capsys.readouterr().err
     assert not list(tmp_path.glob("runs/*/config.yaml"))
-
-
-# Python -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [
@@ -213,22 +204,20 @@ def test_wrong_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_a_task_that_no_process_can_be_sent_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        ngsgd.train(lambda: blobs.make_task(90), output_dir=tmp_path, services=Services())
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("given", [nn.Linear(3, 3), blobs.dataset()])
-def test_what_is_no_task_is_refused(tmp_path: Path, given: Any) -> None:
-    with pytest.raises(ConfigError, match="DatasetTask"):
-        ngsgd.train(given, output_dir=tmp_path, cluster="in_process", services=Services())
+@pytest.mark.parametrize(("given", "cluster", "message"), [
+    (nn.Linear(3, 3), "in_process", "DatasetTask"), (blobs.dataset(), "in_process", "DatasetTask"),
+    # no process can be sent it
+    (lambda: blobs.make_task(90), "local", None)], ids=["module", "data", "lambda"])
+def test_what_is_no_task_is_refused(tmp_path: Path, given: Any, cluster: str,
+                                    message: str | None) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ngsgd.train(given, output_dir=tmp_path, cluster=cluster, services=Services())
     assert not list(tmp_path.iterdir())
 
 
 def wider_task() -> DatasetTask:
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
-    return DatasetTask(TensorDataset(x, x), lambda: nn.Linear(3, 3), lambda model, batch: mse_loss(model(batch[0]), batch[1]))
+    return linear_task(x, x)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -242,16 +231,6 @@ def test_a_run_of_another_task_is_never_trained_again(tmp_path: Path, is_kept: b
     assert (digest(run), run.folder.events.read_bytes()) == before
 
 
-def test_an_unfinished_run_has_no_scores_and_no_model(tmp_path: Path) -> None:
-    run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_epochs": 1})
-    run.folder.metrics.unlink()
-    shutil.rmtree(run.folder.final)
-    loaded = ngsgd.load(run.folder.path, blobs.make_task)
-    for name in ("metrics", "model"):
-        with pytest.raises(CheckpointError):
-            getattr(loaded, name)
-
-
 def test_a_run_from_python_is_not_resumed_without_its_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_epochs": 1})
     with pytest.raises(ConfigError):
@@ -262,6 +241,13 @@ def test_a_run_from_python_is_not_resumed_without_its_task(tmp_path: Path, capsy
     assert "--trust" not in f"{refused.value}{capsys.readouterr().err}"
     with pytest.raises(ConfigError):
         ngsgd.train(blobs.make_task, resume=run.folder.path, seed=3)
+    # an unfinished one has no scores and no model
+    run.folder.metrics.unlink()
+    shutil.rmtree(run.folder.final)
+    loaded = ngsgd.load(run.folder.path, blobs.make_task)
+    for name in ("metrics", "model"):
+        with pytest.raises(CheckpointError):
+            getattr(loaded, name)
 
 
 @pytest.mark.slow

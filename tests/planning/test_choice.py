@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ngsgd.config import ClusterConfig, EgsConfig, OuterConfig, RunConfig
-from ngsgd.planning.formulas import Link, Spread
-from ngsgd.planning.planner import Machine, Speed, Workload
-from ngsgd.planning.scaling import Assumptions, Choice, choices, choose, compression_of, rows
+from ngsgd.planning.planner import Link, Machine, Speed, Spread, Workload
+from ngsgd.planning.scaling import Assumptions, Choice, choices, choose, packed, rows
 
 # one core per machine; no spread, no cost of a checkpoint
 MACHINE = Machine(1, 0, (Speed(1, 1, 1000.0, 0.1, 0.0),), (Speed(1, 1, 1000.0, 0.1, 0.0),), Spread(0.0, 0.0),
@@ -43,9 +42,10 @@ def test_time_and_cost_are_those_of_the_table() -> None:
 
 
 def test_the_table_has_the_compression_of_the_settings() -> None:
-    packed = replace(CONFIG, cluster=replace(CONFIG.cluster, compression="sparse"))
-    [plain], [sparse] = (rows(MACHINE, WORKLOAD, one, [8], assumed(1e6)) for one in (CONFIG, packed))
-    ratio = compression_of("sparse", WORKLOAD)
+    compressed = replace(CONFIG, cluster=replace(CONFIG.cluster, compression="sparse"))
+    [plain], [sparse] = (rows(MACHINE, WORKLOAD, one, [8], assumed(1e6))
+                         for one in (CONFIG, compressed))
+    ratio = packed(WORKLOAD, "sparse").compression
     assert 95 < ratio < 110
     assert plain.there.travel_s - sparse.there.travel_s == pytest.approx(8 * 4.0 * (1 - 1 / ratio))
 
@@ -61,8 +61,7 @@ FOUND = [Choice(1, 10, "none", 100.0, 1.0, 1.0), Choice(4, 10, "none", 30.0, 1.2
 
 @pytest.mark.parametrize(("deadline_s", "budget", "workers"), [
     (float("inf"), float("inf"), 4), (25.0, float("inf"), 16), (50.0, float("inf"), 4), (200.0, float("inf"), 1),
-    (float("inf"), 5.0, 16), (float("inf"), 1.5, 4), (50.0, 1.5, 4),
-])
+    (float("inf"), 5.0, 16), (float("inf"), 1.5, 4), (50.0, 1.5, 4)])
 def test_the_cheapest_by_the_deadline_or_the_fastest_within_the_budget(deadline_s: float, budget: float, workers: int) -> None:
     found = choose(FOUND, deadline_s=deadline_s, budget=budget)
     assert found is not None and found.workers == workers

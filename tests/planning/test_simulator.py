@@ -1,6 +1,4 @@
-"""Simulated clusters: the bits of one process, events that a seed decides, and times that agree
-with the formulas.
-"""
+"""Simulated clusters: the bits of one process, events of a seed, and times as by the formulas."""
 
 from __future__ import annotations
 
@@ -14,13 +12,7 @@ import numpy as np
 import pytest
 
 from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig, ScheduleConfig
-from ngsgd.planning.formulas import (
-    Link,
-    Spread,
-    central_s,
-    retry_wait_s,
-    straggler_factor,
-)
+from ngsgd.planning.planner import Link, Spread, central_s, retry_wait_s, straggler_factor
 from ngsgd.planning.simulated_cluster import SimulatedCluster, expected
 from ngsgd.planning.simulator import SimulatedPool
 from ngsgd.schedules import Shard
@@ -51,7 +43,6 @@ class Idler(Worker):
 
 
 def jobs(number: int, **schedule: Any) -> RunConfig:
-    """The toy run with so many jobs and workers."""
     settings = {"num_jobs_initial": number, "num_jobs_final": number, **schedule}
     return config(schedule=replace(config().schedule, **settings), cluster=ClusterConfig(num_workers=number),
                   failure=UNTIRING)
@@ -59,7 +50,6 @@ def jobs(number: int, **schedule: Any) -> RunConfig:
 
 def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
              make_worker: Callable[[SpeechTaskSpec, int], Worker] = Worker) -> tuple[Run, SimulatedPool, Checkpoint]:
-    """Trains the toy run on a virtual clock."""
     folder.mkdir(exist_ok=True)
     run = Run(folder, run_config)
     pool = SimulatedPool(run.spec, cluster, run.config.cluster.num_workers, 1, make_worker=make_worker)
@@ -72,9 +62,6 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
     log.close("FINISHED")
     ledger.close()
     return run, pool, end
-
-
-# Numbers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -108,13 +95,8 @@ def test_hangs_are_ended_by_the_coordinators_own_deadline(tmp_path: Path) -> Non
     assert max(record.compute_s for record in run.recorder.records) > 30.0
 
 
-# Times --------------------------------------------------------------------------------------------
-
-
 def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds: int) -> tuple[SimulatedPool, list[float], float]:
-    """Seconds of rounds in which every worker has one job, and the frames of a job; nothing is
-    trained.
-    """
+    """Seconds of rounds in which every worker has one untrained job, and the frames of a job."""
     run = Run(tmp_path, jobs(num_jobs))
     pool = SimulatedPool(run.spec, cluster, num_jobs, 1, make_worker=Idler)
     pool.start()
@@ -174,9 +156,6 @@ def test_overlap_hides_the_average(tmp_path: Path) -> None:
     assert plain.clock() - hidden.clock() == pytest.approx(num_hidden * average_s, rel=0.1)
 
 
-# Failures -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_worker_keeps_the_fraction_of_the_formula(tmp_path: Path) -> None:
     # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2. 2000 jobs have about 210 failures: the
@@ -223,9 +202,6 @@ def test_every_worker_second_is_accounted_for(tmp_path: Path) -> None:
     assert pool.books.total_s == pytest.approx(3 * pool.clock())
 
 
-# What the coordinator does about the clock --------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_with_shares_by_speed_a_slow_worker_has_less_to_do_and_the_round_is_shorter(tmp_path: Path) -> None:
     cluster = SimulatedCluster(rate=300.0, spread=Spread(0.5, 0.0), seed=2)
@@ -264,8 +240,7 @@ def test_an_elastic_run_continues_with_fewer_jobs_until_the_worker_is_back(tmp_p
     counts = [record.num_jobs for record in run.recorder.records]
     assert pool.books.num_deaths > 0
     assert set(counts[:-1]) >= {3, 4}
-    fewest = counts.index(3)
-    assert 4 in counts[fewest:]
+    assert 4 in counts[counts.index(3):]
     assert audit(run.ledger_path) == []
 
 
@@ -276,16 +251,23 @@ def test_an_idle_worker_that_dies_fails_no_job(tmp_path: Path) -> None:
     while pool.num_workers_alive() == 2:
         assert pool.wait(60.0) is None
     assert pool.num_idle() == 1
-    assert pool.wait(10.0) is None
-    assert pool.num_idle() == 2
+    assert pool.wait(10.0) is None and pool.num_idle() == 2
+
+
+def submitted(tmp_path: Path, num_workers: int) -> SimulatedPool:
+    """A pool with one job of each of as many outer iterations."""
+    run = Run(tmp_path, jobs(num_workers))
+    pool = SimulatedPool(run.spec, SimulatedCluster(rate=64.0), num_workers, 1)
+    pool.start()
+    model = pool.publish(lambda vector: vector.fill(0.0))
+    for outer_iter in range(num_workers):
+        work = WorkItem(Shard(0, 0), outer_iter, 0)
+        pool.submit(Job(outer_iter, 0, 1, (work,), JobInit(model), 0.01, 1.0))
+    return pool
 
 
 def test_a_stopped_job_ends_after_the_current_minibatch(tmp_path: Path) -> None:
-    run = Run(tmp_path, jobs(1))
-    pool = SimulatedPool(run.spec, SimulatedCluster(rate=64.0), 1, 1)
-    pool.start()
-    model = pool.publish(lambda vector: vector.fill(0.0))
-    pool.submit(Job(0, 0, 1, (WorkItem(Shard(0, 0), 0, 0),), JobInit(model), 0.01, 1.0))
+    pool = submitted(tmp_path, 1)
     assert pool.wait(1.5) is None
     pool.stop_jobs(0)
     result = pool.wait(10.0)
@@ -296,12 +278,7 @@ def test_a_stopped_job_ends_after_the_current_minibatch(tmp_path: Path) -> None:
 
 
 def test_jobs_of_the_next_outer_iteration_do_not_end_with_the_time_of_this_one(tmp_path: Path) -> None:
-    run = Run(tmp_path, jobs(2))
-    pool = SimulatedPool(run.spec, SimulatedCluster(rate=64.0), 2, 1)
-    pool.start()
-    model = pool.publish(lambda vector: vector.fill(0.0))
-    for outer_iter in range(2):
-        pool.submit(Job(outer_iter, 0, 1, (WorkItem(Shard(0, 0), outer_iter, 0),), JobInit(model), 0.01, 1.0))
+    pool = submitted(tmp_path, 2)
     pool.stop_jobs(0)
     first, second = pool.wait(60.0), pool.wait(60.0)
     assert isinstance(first, JobResult) and first.job.outer_iter == 0 and first.remainder

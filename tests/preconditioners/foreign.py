@@ -29,7 +29,6 @@ def steps(preconditioner: Preconditioner, model: nn.Module, num: int = 3, x: Ten
 
         def closure() -> Tensor:
             return nn.functional.cross_entropy(model(x).float() if dtype == torch.float16 else model(x), Y)
-
         if at_once:
             preconditioner.evaluate_and_step(closure, lr=LR)
         else:

@@ -1,10 +1,8 @@
-"""Small networks of Linear and Conv1d layers in float64 with a mean loss, and what each layer's
-dense oracle needs.
-"""
+"""Small networks in float64 with a mean loss, and what the dense oracle of each layer needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +14,33 @@ from tests.reference.preconditioners import derivative_rows
 N = 6
 NAMES = ("linear", "conv pooled", "conv frames")
 SHARING = {"linear": "expand", "conv pooled": "reduce", "conv frames": "expand"}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def move(model: nn.Module, lr: float) -> None:
+    """A step of SGD, in which every parameter has a gradient."""
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=lr)
+
+
+def directions(preconditioner: Preconditioner, loss: Callable[[], Tensor], *, steps: int = 2,
+               lr: float = 0.01,
+               at_once: bool = False, num_rows: int | None = None) -> dict[str, Tensor]:
+    """The directions of the last of some steps, each followed by one of SGD."""
+    for _ in range(steps):
+        preconditioner.model.zero_grad()
+        if at_once:
+            preconditioner.evaluate_and_step(loss, lr=lr, num_rows=num_rows)
+        else:
+            preconditioner.evaluate(loss, num_rows=num_rows)
+            preconditioner.step(lr=lr)
+        torch.optim.SGD(preconditioner.model.parameters(), lr=lr).step()
+    return gradients_of(preconditioner.model)
 
 
 class Pooled(nn.Module):
@@ -39,7 +64,7 @@ class Problem(NamedTuple):
     def gradients(self) -> dict[str, Tensor]:
         self.model.zero_grad()
         self.loss(self.model(self.x)).backward()
-        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return gradients_of(self.model)
 
     def preconditioned(self, preconditioner: Preconditioner, steps: int = 1, lr: float | None = None) -> dict[str, Tensor]:
         """The gradients after so many steps on the same parameters."""
@@ -48,7 +73,7 @@ class Problem(NamedTuple):
             with preconditioner.watch():
                 preconditioner.backward(self.loss(self.model(self.x)))
             preconditioner.step(lr)
-        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return gradients_of(self.model)
 
     def layers(self, *, exact: bool = False) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, N x T x I, V x N x T x O) of every affine layer."""

@@ -1,11 +1,7 @@
-"""The support table of docs/preconditioners.md: layers, losses and loops for every preconditioner.
-
-A cell of the table is "works" or "error", and `test_support.py` tries each of them.
-"""
+"""The support table of docs/preconditioners.md, whose cells `test_support.py` tries."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ngsgd.preconditioners import METHODS
+from tests.wired import Wired
 
 PAGE = Path(__file__).parents[2] / "docs" / "preconditioners.md"
 N, T, D = 6, 3, 4
@@ -69,20 +66,7 @@ class Net(nn.Module):
         return x.mean(dim=1)
 
 
-class _Call(nn.Module):
-    """A function of the last module's output."""
-
-    def __init__(self, function: Callable[..., Tensor], **modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.children())
-
-
-class _Scale(nn.Module):
+class Scale(nn.Module):
     """A separate parameter."""
 
     def __init__(self) -> None:
@@ -95,21 +79,18 @@ class _Scale(nn.Module):
 
 def _over_frames(module: nn.Module, dimensions: int = 1) -> nn.Module:
     """A module of channels first, between frames; further dimensions have size 1."""
-    return _Call(
-        lambda x, inner: inner(x.mT[(..., *[None] * (dimensions - 1))]).flatten(2).mT, inner=module
-    )
+    return Wired(lambda m, x: m.inner(x.mT[(..., *[None] * (dimensions - 1))]).flatten(2).mT,
+                 inner=module)
 
 
 def _convolutions() -> Mapping[str, nn.Module]:
-    return _linear(
-        conv1=_over_frames(nn.Conv1d(D, D, 2)),
-        conv2=_over_frames(nn.Conv2d(D, D, (2, 1)), 2),
-        conv3=_over_frames(nn.Conv3d(D, D, 1), 3),
-    )
+    return _linear(conv1=_over_frames(nn.Conv1d(D, D, 2)),
+                   conv2=_over_frames(nn.Conv2d(D, D, (2, 1)), 2),
+                   conv3=_over_frames(nn.Conv3d(D, D, 1), 3))
 
 
 def _recurrent(kind: Any) -> nn.Module:
-    return _Call(lambda x, inner: inner(x)[0], inner=kind(D, D, batch_first=True))
+    return Wired(lambda m, x: m.inner(x)[0], inner=kind(D, D, batch_first=True))
 
 
 def _linear(**between: nn.Module) -> Mapping[str, nn.Module]:
@@ -123,118 +104,59 @@ def _tied() -> Mapping[str, nn.Module]:
 
 
 def _attention() -> nn.Module:
-    return _Call(
-        lambda x, inner: inner(x, x, x, need_weights=False)[0],
-        inner=nn.MultiheadAttention(D, 2, batch_first=True),
-    )
+    return Wired(lambda m, x: m.inner(x, x, x, need_weights=False)[0],
+                 inner=nn.MultiheadAttention(D, 2, batch_first=True))
 
 
 def _sdpa() -> nn.Module:
-    return _Call(
-        lambda x, qkv: nn.functional.scaled_dot_product_attention(*qkv(x).chunk(3, dim=2)),
-        qkv=nn.Linear(D, 3 * D),
-    )
+    return Wired(lambda m, x: nn.functional.scaled_dot_product_attention(*m.qkv(x).chunk(3, dim=2)),
+                 qkv=nn.Linear(D, 3 * D))
 
 
-SECOND_ORDER = ("psgd", "hessian_free")
-SPLIT = tuple(
-    kind for kind in METHODS if METHODS[kind].traits.splits_work or METHODS[kind].traits.agrees_over_ranks
-)
+SECOND_ORDER = ("psgd", "hessian_free", "sfn", "esgd", "adahessian")
+SPLIT = tuple(kind for kind in METHODS
+              if METHODS[kind].traits.splits_work or METHODS[kind].traits.agrees_over_ranks)
+FIRST = ("first.weight",)
 FEATURES = (
-    Feature("Linear", _linear, ("first.weight", "first.bias")),
-    Feature(
-        "Conv1d, Conv2d, Conv3d",
-        _convolutions,
-        ("conv1.inner.weight", "conv2.inner.weight", "conv3.inner.weight"),
-    ),
-    Feature(
-        "convolution with groups",
-        lambda: _linear(conv=_over_frames(nn.Conv1d(D, D, 2, groups=2))),
-        ("conv.inner.weight",),
-    ),
-    Feature(
-        "BatchNorm (training)",
-        lambda: _linear(norm=_over_frames(nn.BatchNorm1d(D))),
-        ("first.weight", "norm.inner.weight"),
-    ),
-    Feature(
-        "LayerNorm, RMSNorm",
-        lambda: _linear(norm=nn.LayerNorm(D), rms=nn.RMSNorm(D)),
-        ("norm.weight", "norm.bias", "rms.weight"),
-    ),
-    Feature(
-        "GroupNorm", lambda: _linear(norm=_over_frames(nn.GroupNorm(2, D))), ("norm.inner.weight",)
-    ),
-    Feature(
-        "Embedding",
-        lambda: {"table": nn.Embedding(7, D), **_linear()},
-        ("table.weight",),
-        words=True,
-    ),
+    Feature("Linear", _linear, (*FIRST, "first.bias")),
+    Feature("Conv1d, Conv2d, Conv3d", _convolutions,
+            ("conv1.inner.weight", "conv2.inner.weight", "conv3.inner.weight")),
+    Feature("convolution with groups",
+            lambda: _linear(conv=_over_frames(nn.Conv1d(D, D, 2, groups=2))),
+            ("conv.inner.weight",)),
+    Feature("BatchNorm (training)", lambda: _linear(norm=_over_frames(nn.BatchNorm1d(D))),
+            (*FIRST, "norm.inner.weight")),
+    Feature("LayerNorm, RMSNorm", lambda: _linear(norm=nn.LayerNorm(D), rms=nn.RMSNorm(D)),
+            ("norm.weight", "norm.bias", "rms.weight")),
+    Feature("GroupNorm", lambda: _linear(norm=_over_frames(nn.GroupNorm(2, D))),
+            ("norm.inner.weight",)),
+    Feature("Embedding", lambda: {"table": nn.Embedding(7, D), **_linear()}, ("table.weight",),
+            words=True),
     Feature("tied weights (embedding and output)", _tied, ("table.weight",), words=True),
-    Feature(
-        "MultiheadAttention",
-        lambda: _linear(attention=_attention()),
-        ("attention.inner.in_proj_weight", "attention.inner.out_proj.weight"),
-    ),
-    Feature(
-        "scaled_dot_product_attention",
-        lambda: _linear(attention=_sdpa()),
-        ("attention.qkv.weight",),
-    ),
-    Feature(
-        "LSTM, GRU, RNN",
-        lambda: _linear(**{kind.__name__: _recurrent(kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)}),
-        (
-            "LSTM.inner.weight_ih_l0",
-            "LSTM.inner.weight_hh_l0",
-            "GRU.inner.weight_hh_l0",
-            "RNN.inner.weight_hh_l0",
-        ),
-    ),
-    Feature(
-        "Conv1D of Hugging Face", lambda: _linear(conv=_conv1d()), ("conv.weight", "conv.bias")
-    ),
-    Feature(
-        "parameter of a custom module",
-        lambda: _linear(scale=_Scale()),
-        ("scale.gamma",),
-        errors=SEES_ROWS,
-        named='skip=("scale.gamma"',
-        way_out='`skip=("scale.gamma",)`: it keeps its plain gradient',
-        remedy={"skip": ("scale.gamma",)},
-    ),
-    Feature("bfloat16 parameters", _linear, ("first.weight",), loop="bfloat16"),
-    Feature(
-        "any loss, with `num_rows=`",
-        _linear,
-        ("first.weight",),
-        loop="any loss",
-        errors=("hessian_free",),
-        named='products="hessian"',
-        way_out='`products="hessian"`',
-        remedy={"products": "hessian"},
-    ),
-    Feature("checkpoint(use_reentrant=False)", _linear, ("first.weight",), loop="checkpoint"),
-    Feature(
-        "checkpoint(use_reentrant=True)",
-        _linear,
-        ("first.weight",),
-        loop="reentrant",
-        errors=(*SEES_ROWS, *SECOND_ORDER),
-        named="use_reentrant=False",
-        way_out="`use_reentrant=False`",
-    ),
-    Feature(
-        "DistributedDataParallel",
-        _linear,
-        ("first.weight",),
-        loop="ddp",
-        errors=tuple(kind for kind in METHODS if kind not in SPLIT),
-        named="KFAC",
-        way_out=" or ".join(f"`{kind}`" for kind in SPLIT),
-    ),
-)
+    Feature("MultiheadAttention", lambda: _linear(attention=_attention()),
+            ("attention.inner.in_proj_weight", "attention.inner.out_proj.weight")),
+    Feature("scaled_dot_product_attention", lambda: _linear(attention=_sdpa()),
+            ("attention.qkv.weight",)),
+    Feature("LSTM, GRU, RNN", lambda: _linear(LSTM=_recurrent(nn.LSTM), GRU=_recurrent(nn.GRU),
+                                              RNN=_recurrent(nn.RNN)),
+            ("LSTM.inner.weight_ih_l0", "LSTM.inner.weight_hh_l0", "GRU.inner.weight_hh_l0",
+             "RNN.inner.weight_hh_l0")),
+    Feature("Conv1D of Hugging Face", lambda: _linear(conv=_conv1d()),
+            ("conv.weight", "conv.bias")),
+    Feature("parameter of a custom module", lambda: _linear(scale=Scale()), ("scale.gamma",),
+            errors=SEES_ROWS, named='skip=("scale.gamma"', remedy={"skip": ("scale.gamma",)},
+            way_out='`skip=("scale.gamma",)`: it keeps its plain gradient'),
+    Feature("bfloat16 parameters", _linear, FIRST, loop="bfloat16"),
+    Feature("any loss, with `num_rows=`", _linear, FIRST, loop="any loss",
+            errors=("hessian_free",), named='products="hessian"', way_out='`products="hessian"`',
+            remedy={"products": "hessian"}),
+    Feature("checkpoint(use_reentrant=False)", _linear, FIRST, loop="checkpoint"),
+    Feature("checkpoint(use_reentrant=True)", _linear, FIRST, loop="reentrant",
+            errors=(*SEES_ROWS, *SECOND_ORDER), named="use_reentrant=False",
+            way_out="`use_reentrant=False`"),
+    Feature("DistributedDataParallel", _linear, FIRST, loop="ddp",
+            errors=tuple(kind for kind in METHODS if kind not in SPLIT), named="KFAC",
+            way_out=" or ".join(f"`{kind}`" for kind in SPLIT)))
 
 
 def made(feature: Feature) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
@@ -244,12 +166,8 @@ def made(feature: Feature) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     x, y = torch.randint(7, (N, T)) if feature.words else torch.randn(N, T, D), torch.arange(N) % 3
     if feature.loop == "bfloat16":
         model, x = model.bfloat16(), x.bfloat16()
-    return (
-        model,
-        nn.parallel.DistributedDataParallel(model) if feature.loop == "ddp" else model,
-        x,
-        y,
-    )
+    return (model, nn.parallel.DistributedDataParallel(model) if feature.loop == "ddp" else model,
+            x, y)
 
 
 def table() -> str:
@@ -265,12 +183,24 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def choices() -> str:
+    """The methods and what each combines, in Markdown."""
+    heads = "class | `optimizer=` | curvature | representation | granularity | solver | DDP | average over workers"
+    lines = [f"| {heads} |", "|---" * 8 + "|"]
+    for kind, one in METHODS.items():
+        traits = one.traits
+        ddp = "averages its curvature" if traits.splits_work else "agrees" if traits.agrees_over_ranks else "error"
+        cells = (f"`{one.__name__}`", f"`{kind}`", *traits.axes, ddp, "yes" if traits.has_mean else "error")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def with_table(text: str) -> str:
-    """The page with its table made again; it stands between two marks."""
-    marks = r"(<!-- support -->\n).*?(<!-- end of support -->)"
-    found, count = re.subn(
-        marks, lambda match: f"{match[1]}{table()}\n{match[2]}", text, count=1, flags=re.DOTALL
-    )
-    if count != 1:
-        raise ValueError(f"{PAGE} has no place for the support table")
-    return found
+    """The page with its tables made again; each stands between two marks."""
+    for name, made_again in (("support", table()), ("choices", choices())):
+        before, start, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end of {name} -->")
+        if not end:
+            raise ValueError(f"{PAGE} has no place for the table of {name}")
+        text = f"{before}{start}{made_again}\n{end}{after}"
+    return text

@@ -11,35 +11,23 @@ from torch import Tensor, nn
 
 from ngsgd.curvature import collect
 from ngsgd.preconditioners import METHODS
-from tests.preconditioners.problems import Pooled, close
+from tests.preconditioners.problems import Pooled, close, gradients_of, joint
+from tests.preconditioners.support import SEES_ROWS
 from tests.reference import preconditioners as dense
+from tests.reference.combinations import dimensions, factored
 from tests.reference.simple_natural_gradient import precondition_by_definition
 
 N, DAMPING = 6, 0.05
-# Newton-Muon uses the inputs alone, and orthogonalizes
-SEES_ROWS = [
-    kind
-    for kind in METHODS
-    if METHODS[kind].traits.fisher
-]
 AFFINE, NORMS = ("0", "3", "7"), ("1", "4", "8")
 CE = nn.functional.cross_entropy
 
 
 def _net() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv1d(2, 3, 3, padding=1, bias=False),
-        nn.BatchNorm1d(3),
-        nn.Tanh(),
-        nn.Conv1d(3, 3, 2),
-        nn.BatchNorm1d(3, track_running_stats=False),
-        nn.ReLU(),
-        Pooled(),
-        nn.Linear(3, 4),
-        nn.BatchNorm1d(4),
-        nn.Linear(4, 3),
-    ).double()
+    model = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, bias=False), nn.BatchNorm1d(3), nn.Tanh(),
+                          nn.Conv1d(3, 3, 2), nn.BatchNorm1d(3, track_running_stats=False),
+                          nn.ReLU(), Pooled(), nn.Linear(3, 4), nn.BatchNorm1d(4),
+                          nn.Linear(4, 3)).double()
     for p in model.parameters():
         nn.init.normal_(p)  # separate scales and offsets
     return model
@@ -63,23 +51,9 @@ def _rows(model: nn.Sequential) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _of_layers(model: nn.Sequential) -> dict[str, tuple[Tensor, Tensor]]:
     """(N x T x I, 1 x N x T x O) of the affine layers."""
-    return {
-        name: (
-            dense.input_rows(model[int(name)], x),
-            (e.transpose(1, 2) if e.ndim == 3 else e[:, None])[None],
-        )
-        for name, (x, e) in _rows(model).items()
-        if name in (*AFFINE, "9")
-    }
-
-
-def _joint(grads: dict[str, Tensor], layer: str) -> Tensor:
-    weight, bias = grads[f"{layer}.weight"].flatten(1), grads.get(f"{layer}.bias")
-    return weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: (dense.input_rows(model[int(name)], x),
+                   (e.transpose(1, 2) if e.ndim == 3 else e[:, None])[None])
+            for name, (x, e) in _rows(model).items() if name in (*AFFINE, "9")}
 
 
 def _directions(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -87,9 +61,9 @@ def _directions(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model, (x, y) = _net(), _minibatch()
     preconditioner = METHODS[kind](model, damping=DAMPING)
     preconditioner.evaluate(lambda: CE(model(x), y))
-    plain = _gradients(model)
+    plain = gradients_of(model)
     preconditioner.step(lr=0.01)
-    return plain, _gradients(model)
+    return plain, gradients_of(model)
 
 
 def _kronecker(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -99,9 +73,8 @@ def _kronecker(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _kbfgs(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor) -> Tensor:
     """Before any update H_g is I, and H_a the damped inverse."""
     a = a_NTI.flatten(0, 1)
-    H_a: Tensor = torch.linalg.inv(
-        a.T @ a / len(a) + DAMPING**0.5 * torch.eye(a.shape[1], dtype=a.dtype)
-    )
+    A = a.T @ a / len(a) + DAMPING**0.5 * torch.eye(a.shape[1], dtype=a.dtype)
+    H_a: Tensor = torch.linalg.inv(A)
     return G_OI @ H_a
 
 
@@ -113,9 +86,13 @@ def _simple(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor) -> Tensor:
 
 
 def _solved(block: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
-    return lambda a, e, G: dense.natural_gradient(
-        block(dense.fisher(a, e, num_rows=N), len(G)), G, DAMPING
-    )
+    return lambda a, e, G: dense.natural_gradient(block(dense.fisher(a, e, num_rows=N), len(G)), G,
+                                                  DAMPING)
+
+
+def _tnt(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor) -> Tensor:
+    vectors = [g.view_as(G_OI) for g in dense.individual(a_NTI, e_VNTO)]
+    return factored(*dimensions(vectors, N), G_OI, DAMPING)
 
 
 REFERENCES: dict[str, Callable[..., Tensor]] = {
@@ -126,27 +103,23 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
     "unit": _solved(dense.unit_blocks),
     "layer": _solved(lambda F, _: F),
     "seng": _solved(lambda F, _: F),
+    "tnt": _tnt,
     "kbfgs": _kbfgs,
-    "simple": _simple,
-}
+    "simple": _simple}
 
 
-@pytest.mark.entry(
-    "B14",
-    "a model has a BatchNorm in training mode and you use a preconditioner that looks at rows",
-    "works",
-    "Rows of linear and convolutional layers are the derivatives at their outputs, as autograd "
-    "sends them through the BatchNorm, and sum up to the gradient; a row depends on all samples of the "
-    "minibatch. Scale and offset have the diagonal of their Fisher matrix.",
-)
+@pytest.mark.entry("B14", "a model has a BatchNorm in training mode and you use a preconditioner "
+                   "that looks at rows", "works", "Rows of linear and convolutional layers are the "
+                   "derivatives at their outputs, as autograd sends them through the BatchNorm, "
+                   "and sum up to the gradient; a row depends on all samples of the minibatch. "
+                   "Scale and offset have the diagonal of their Fisher matrix.")
 @pytest.mark.parametrize("kind", [kind for kind in SEES_ROWS if kind not in ("full", "smw")])
 def test_each_layer_equals_its_dense_solve(kind: str) -> None:
     plain, found = _directions(kind)
     for layer, (a_NTI, e_VNTO) in _of_layers(_net()).items():
-        close(
-            torch.einsum("vnto,nti->oi", e_VNTO, a_NTI) / N, _joint(plain, layer)
-        )  # rows sum up to the gradient
-        close(_joint(found, layer), REFERENCES[kind](a_NTI, e_VNTO, _joint(plain, layer)))
+        # rows sum up to the gradient
+        close(torch.einsum("vnto,nti->oi", e_VNTO, a_NTI) / N, joint(plain, layer))
+        close(joint(found, layer), REFERENCES[kind](a_NTI, e_VNTO, joint(plain, layer)))
 
 
 @pytest.mark.entry("B14")
@@ -155,11 +128,9 @@ def test_all_layers_together_equal_the_dense_solve(kind: str) -> None:
     plain, found = _directions(kind)
     layers = _of_layers(_net())
     U = torch.cat([dense.individual(*rows) for rows in layers.values()], dim=1)
-    g = torch.cat([_joint(plain, layer).flatten() for layer in layers])
-    close(
-        torch.cat([_joint(found, layer).flatten() for layer in layers]),
-        dense.natural_gradient(U.T @ U / N, g, DAMPING),
-    )
+    g = torch.cat([joint(plain, layer).flatten() for layer in layers])
+    close(torch.cat([joint(found, layer).flatten() for layer in layers]),
+          dense.natural_gradient(U.T @ U / N, g, DAMPING))
 
 
 @pytest.mark.entry("B14")
@@ -169,14 +140,10 @@ def test_scale_and_offset_have_their_diagonal(kind: str) -> None:
     for layer in NORMS:
         x, e = _rows(_net())[layer]
         x, e = (each if each.ndim == 3 else each[:, :, None] for each in (x, e))
-        mean, variance = (
-            x.mean(dim=(0, 2), keepdim=True),
-            x.var(dim=(0, 2), keepdim=True, unbiased=False),
-        )
-        for name, rows in (
-            (f"{layer}.weight", e * (x - mean) / (variance + 1e-5).sqrt()),
-            (f"{layer}.bias", e),
-        ):
+        mean, variance = (x.mean(dim=(0, 2), keepdim=True),
+                          x.var(dim=(0, 2), keepdim=True, unbiased=False))
+        for name, rows in ((f"{layer}.weight", e * (x - mean) / (variance + 1e-5).sqrt()),
+                           (f"{layer}.bias", e)):
             squares = rows.sum(dim=2).square().sum(dim=0) / N
             close(found[name], plain[name] / (squares + DAMPING))
 
@@ -185,17 +152,9 @@ def test_scale_and_offset_have_their_diagonal(kind: str) -> None:
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_network_with_batch_norm_trains(kind: str) -> None:
     torch.manual_seed(3)
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3, bias=False),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3, bias=False),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4, 3),
-    )
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+                          nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     x, y = torch.randn(24, 1, 7, 7), torch.arange(24) % 3
     preconditioner = METHODS[kind](model, damping=0.1, graft="gradient")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -223,9 +182,8 @@ def _exact_output_factors(model: nn.Sequential) -> dict[str, Tensor]:
         columns.append(torch.cat([L, -L.sum(dim=0, keepdim=True)]))
     found = dict.fromkeys((*AFFINE, "9"), torch.zeros(()))
     for column in torch.stack(columns).unbind(dim=2):
-        backward = torch.autograd.grad(
-            h, [outputs[name] for name in found], column, retain_graph=True
-        )
+        backward = torch.autograd.grad(h, [outputs[name] for name in found], column,
+                                       retain_graph=True)
         for name, e in zip(found, backward, strict=True):
             e_XO = e.transpose(1, 2).flatten(0, 1) if e.ndim == 3 else e
             found[name] = found[name] + e_XO.T @ e_XO / N
@@ -239,7 +197,7 @@ def test_vectors_of_the_loss_pass_through_batch_norm() -> None:
     preconditioner.evaluate(lambda: CE(model(x), y))
     preconditioner.step(lr=0.01)
     for layer, B in _exact_output_factors(_net()).items():
-        close(preconditioner.curvature(f"{layer}.weight")["B"], B)
+        close(preconditioner.mean_statistics(f"{layer}.weight")["B"], B)
 
 
 @pytest.mark.parametrize("quantity", ["kfac_emp", "kflr"])
@@ -263,16 +221,9 @@ def test_kfac_has_the_directions_of_asdl() -> None:
     """For layers without bias it has the same factors and damping; for norms, 2 x 2 blocks."""
     asdl = pytest.importorskip("asdl")
     torch.manual_seed(0)
-    ours = nn.Sequential(
-        nn.Conv2d(1, 5, 3, bias=False),
-        nn.BatchNorm2d(5),
-        nn.ReLU(),
-        nn.Conv2d(5, 4, 3, bias=False),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(36, 3, bias=False),
-    ).double()
+    ours = nn.Sequential(nn.Conv2d(1, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(),
+                         nn.Conv2d(5, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(36, 3, bias=False)).double()
     theirs = copy.deepcopy(ours)
     x, y = torch.randn(8, 1, 7, 7, dtype=torch.float64), torch.arange(8) % 3
     preconditioner = METHODS["kfac"](ours, damping=DAMPING)
@@ -282,6 +233,6 @@ def test_kfac_has_the_directions_of_asdl() -> None:
     maker = asdl.KfacGradientMaker(theirs, config, fisher_type="fisher_emp")
     maker.setup_loss_call(CE, maker.setup_model_call(theirs, x), y)
     maker.forward_and_backward()
-    wanted = _gradients(theirs)
+    wanted = gradients_of(theirs)
     for layer in ("0", "3", "7"):
-        close(_gradients(ours)[f"{layer}.weight"], wanted[f"{layer}.weight"])
+        close(gradients_of(ours)[f"{layer}.weight"], wanted[f"{layer}.weight"])

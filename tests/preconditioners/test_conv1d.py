@@ -42,24 +42,18 @@ def _trained(kind: str, model: nn.Module, *, half_way: bool = False) -> list[Ten
         preconditioner.step(lr=0.01)
         optimizer.step()
     is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
-    return [
-        p.detach().mT if p.ndim > 1 and is_transposed else p.detach() for p in model.parameters()
-    ]
+    return [p.detach().mT if p.ndim > 1
+            and is_transposed else p.detach() for p in model.parameters()]
 
 
-@pytest.mark.entry(
-    "B16",
-    "your model has layers of Hugging Face's Conv1D (GPT-2)",
-    "works",
-    "preconditioners give it the direction of a Linear with the transposed weight; `collect` "
-    "raises ConfigError",
-)
+@pytest.mark.entry("B16", "your model has layers of Hugging Face's Conv1D (GPT-2)", "works",
+                   "preconditioners give it the direction of a Linear with the transposed weight; "
+                   "`collect` raises ConfigError")
 @pytest.mark.parametrize("kind", METHODS)
 def test_the_steps_are_those_of_a_linear_layer(kind: str) -> None:
     linear, conv = _nets()
-    for wanted, found in zip(
-        _trained(kind, linear), _trained(kind, conv, half_way=True), strict=True
-    ):
+    for wanted, found in zip(_trained(kind, linear), _trained(kind, conv, half_way=True),
+                             strict=True):
         close(found, wanted)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, GradientMaker, Preconditioner
 from tests.gloo import gloo_group
+from tests.preconditioners.problems import move
 
 DDP = nn.parallel.DistributedDataParallel
 F = nn.functional
@@ -28,9 +29,9 @@ LR = 0.05
 # all need two processes that train
 pytestmark = pytest.mark.slow
 
-SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap")
+SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap", "tnt")
 # they use the averaged gradients alone
-AGREE = ("adam", "adamw", "muon")
+AGREE = ("mfac", "ggt", "tonga", "adam", "adamw", "muon")
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)
 
 
@@ -47,9 +48,7 @@ def _rows(step: int, rank: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
-    """The parameters after a few steps; `way` is where the preconditioner stands and which calls
-    the loop makes.
-    """
+    """Parameters after a few steps; `way`: place of the preconditioner and calls of the loop."""
     model = _net()
     called: nn.Module = model if rank is None else DDP(model)
     preconditioner = METHODS[kind](called if "outer" in way else model, damping=0.1)
@@ -61,14 +60,11 @@ def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
             maker.setup_loss_call(F.cross_entropy, maker.setup_model_call(called, x), y)
             maker.forward_and_backward(lr=0.05)
         elif "at once" in way:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), lr=0.05) 
+            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), lr=0.05)
         else:
-            preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y)) 
+            preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y))
             preconditioner.step(lr=0.05)
-        with torch.no_grad():
-            for p in model.parameters():
-                assert p.grad is not None
-                p.sub_(p.grad, alpha=LR)
+        move(model, LR)
     return [p.detach() for p in model.parameters()]
 
 
@@ -124,7 +120,7 @@ def _found() -> list[dict[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.entry("A1", "you use K-FAC and related methods under DistributedDataParallel", "works",
-                   "KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks. "
+                   "KFAC, TNT, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks. "
                    "Replicas are bitwise equal, and equal to one process with all rows to 1e-7. Methods whose curvature has no "
                    "mean over ranks raise ConfigError before the first step. A loop that averages gradients itself gets a "
                    "warning if split_work was not called")

@@ -1,7 +1,4 @@
-"""The Fisher matrix that each method stands for on sequences, as docs/preconditioners.md states it,
-by brute force in float64.
-
-Gradients come from autograd, one sample or one frame at a time; matrices are dense.
+"""The Fisher matrix of each method on sequences, as in docs/preconditioners.md: dense, float64.
 
 Letters: N samples, T frames of each, R = N T rows of the loss, O outputs, I inputs of a layer (with
 the 1 of the bias).
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.preconditioners import METHODS
-from tests.preconditioners.problems import close
+from tests.preconditioners.problems import close, gradients_of, joint
 from tests.reference.preconditioners import natural_gradient, unit_blocks
 
 N, T, DAMPING = 3, 4, 0.1
@@ -32,9 +29,9 @@ def _problem() -> tuple[nn.Sequential, Tensor, Tensor]:
 
 def _gradients(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
     """O x I by layer, the bias as last column."""
-    found = dict(zip(dict(model.named_parameters()), torch.autograd.grad(value, list(model.parameters()), retain_graph=True),
-                     strict=True))
-    return {layer: torch.cat([found[f"{layer}.weight"], found[f"{layer}.bias"][:, None]], dim=1) for layer in LAYERS}
+    found = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+    grads = dict(zip(dict(model.named_parameters()), found, strict=True))
+    return {layer: joint(grads, layer) for layer in LAYERS}
 
 
 def _frame_losses() -> tuple[nn.Sequential, Tensor]:
@@ -54,9 +51,7 @@ def _of_frames() -> list[dict[str, Tensor]]:
 
 
 def _of_root() -> list[dict[str, Tensor]]:
-    """J^T s for each frame and each column s of the root of the frame's second derivative diag(p) -
-    p p^T.
-    """
+    """J^T s for each frame and column s of the root of diag(p) - p p^T."""
     model, x, _ = _problem()
     found = []
     for z_F in model(x).flatten(0, 1):
@@ -76,8 +71,8 @@ def _direction(kind: str, fisher: str) -> dict[str, Tensor]:
     preconditioner = METHODS[kind](model, damping=DAMPING, fisher=fisher)
     preconditioner.evaluate(lambda: nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()))
     preconditioner.step()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {layer: torch.cat([grads[f"{layer}.weight"], grads[f"{layer}.bias"][:, None]], dim=1) for layer in LAYERS}
+    grads = gradients_of(model)
+    return {layer: joint(grads, layer) for layer in LAYERS}
 
 
 def _plain() -> dict[str, Tensor]:
@@ -105,9 +100,7 @@ def test_methods_of_complete_gradients(kind: str, fisher: str, vectors: Callable
 
 @pytest.mark.entry("A13")
 def test_kfac_and_ekfac_take_frames_as_rows() -> None:
-    """A is the mean over frames, B 1/R times the sum over frames: of gradients e a^T of rank 1,
-    frame by frame.
-    """
+    """A is the mean over frames, B 1/R times the sum over frames, frame by frame."""
     plain, kfac, ekfac, frames = _plain(), _direction("kfac", "empirical"), _direction("ekfac", "empirical"), _of_frames()
     for layer, G_OI in plain.items():
         # a frame's gradient is e [a 1], so that its last column is e, and its largest row over e is

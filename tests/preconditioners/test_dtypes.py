@@ -1,6 +1,4 @@
-"""Every preconditioner with every dtype, sparse gradients, layers without elements, and zero
-gradients: right, or one typed error before anything is computed.
-"""
+"""Preconditioners with every dtype, sparse and zero gradients: right, or one typed error before."""
 
 from __future__ import annotations
 
@@ -16,28 +14,24 @@ from torch.utils import deterministic
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, GradientMaker
 from tests.preconditioners.foreign import X, Y, network, steps
+from tests.preconditioners.support import SECOND_ORDER
+from tests.wired import Wired
 
 # One method of rows, one of gradients; the others run in `make test-all`.
 SOME = [pytest.param(method, marks=() if method in ("kfac", "soap") else pytest.mark.slow) for method in METHODS]
-# Their directions have a fixed length, also where a gradient is rounding noise only; PSGD has
-# random vectors.
-NOISY = ("shampoo", "soap", "psgd", "muon")
+# Their directions have a fixed length, also where a gradient is rounding noise only; PSGD, ESGD and
+# AdaHessian have random vectors.
+NOISY = ("shampoo", "soap", "psgd", "esgd", "adahessian", "muon")
 IDS = torch.arange(16) % 7
 # Its type stubs lack the switch.
 DETERMINISTIC: Any = deterministic
 
 
-class Words(nn.Module):
+def words(*, sparse: bool) -> Wired:
     """A table of vectors, and an affine layer."""
-
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.output = nn.Embedding(7, 5, sparse=sparse), nn.Linear(5, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.output(self.table(ids).tanh())
-        return y
+    torch.manual_seed(0)
+    return Wired(lambda m, ids: m.output(m.table(ids).tanh()),
+                 table=nn.Embedding(7, 5, sparse=sparse), output=nn.Linear(5, 3))
 
 
 @pytest.mark.entry("F16", "a layer has sparse gradients, as nn.Embedding(sparse=True)", "works",
@@ -46,8 +40,8 @@ class Words(nn.Module):
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("method", SOME)
 def test_sparse_gradients_count_as_dense_ones(method: str, at_once: bool) -> None:
-    sparse, dense = Words(sparse=True), Words(sparse=False)
-    if METHODS[method].traits.fisher or method in ("psgd", "hessian_free"):
+    sparse, dense = words(sparse=True), words(sparse=False)
+    if METHODS[method].traits.fisher or method in SECOND_ORDER:
         with pytest.raises(ConfigError, match="table"):
             steps(METHODS[method](sparse), sparse, x=IDS, at_once=at_once)
         return
@@ -61,7 +55,7 @@ def test_sparse_gradients_count_as_dense_ones(method: str, at_once: bool) -> Non
 @pytest.mark.entry("F16")
 @pytest.mark.parametrize("method", SOME)
 def test_a_skipped_layer_keeps_its_sparse_gradient(method: str) -> None:
-    model = Words(sparse=True)
+    model = words(sparse=True)
     start = model.output.weight.detach().clone()
     steps(METHODS[method](model, skip=("table",)), model, x=IDS)
     assert model.table.weight.grad is not None and model.table.weight.grad.is_sparse
@@ -70,7 +64,7 @@ def test_a_skipped_layer_keeps_its_sparse_gradient(method: str) -> None:
 
 @pytest.mark.entry("F16")
 def test_gradients_of_two_calls_of_a_maker_add_up_if_they_are_sparse() -> None:
-    model = Words(sparse=True)
+    model = words(sparse=True)
     found = []
     for preconditioner in (None, METHODS["adam"](model)):
         maker = GradientMaker(model, preconditioner)

@@ -20,7 +20,7 @@ SOME = [pytest.param(method, marks=() if method in ("kfac", "adam") else pytest.
 # Estimates that another dtype would make wrong.
 ONE_DTYPE = ("soap",)
 # Random vectors differ between dtypes.
-RANDOM = ("psgd",)
+RANDOM = ("psgd", "esgd", "adahessian")
 
 
 def flat(preconditioner: Preconditioner) -> dict[tuple[str, str], Tensor]:
@@ -235,7 +235,6 @@ def test_the_own_state_of_every_kind_of_layer_is_accepted(method: str, feature: 
         preconditioner.evaluate(lambda: nn.functional.cross_entropy(model(x), y))
         preconditioner.step(lr=LR)
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
     own, other = METHODS[method](model), METHODS[method](model)
     for _ in range(3):
         step(own)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, HessianFree
 from ngsgd.preconditioners.base import Preconditioner
-from tests.preconditioners.problems import Problem, close, problem
+from tests.preconditioners.problems import Problem, close, directions, gradients_of, problem
 from tests.reference import quasi_newton as dense
 
 F = nn.functional
@@ -23,20 +23,17 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sqrt": lambda a, b: a.sqrt() * (2.0 * a.sqrt()).detach(),
     "exp": lambda a, b: a.exp() * (-a).exp().detach(),
     "square": lambda a, b: a.square() / (2.0 * a).detach(),
-    "product": lambda a, b: a * b / (a + b).detach(),
-}
+    "product": lambda a, b: a * b / (a + b).detach()}
 # functions with equal gradients that are linear
 LINEARIZED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **dict.fromkeys(("sqrt", "exp", "square"), lambda a, b: a),
-    "product": lambda a, b: (b * a.detach() + a * b.detach()) / (a + b).detach(),
-}
+    "product": lambda a, b: (b * a.detach() + a * b.detach()) / (a + b).detach()}
 ROWS = [kind for kind in METHODS if METHODS[kind].traits.fisher]
 # Methods of derivatives of the loss itself refuse these options.
 EMPIRICAL = ("kbfgs", "simple")
 SECOND_ORDER: list[tuple[str, dict[str, str]]] = [
     *((kind, {"fisher": fisher}) for kind in ROWS if kind not in EMPIRICAL for fisher in ("mc", "exact")),
-    ("hessian_free", {"products": "ggn"}),
-]
+    ("hessian_free", {"products": "ggn"})]
 
 
 def _hidden(f: Tensor, y: Tensor) -> Tensor:
@@ -71,13 +68,8 @@ def _directions(kind: str, function: Callable[[Tensor, Tensor], Tensor], options
                 *, hidden: bool = False) -> dict[str, Tensor]:
     """After two steps, so that methods that evaluate a minibatch twice have done so."""
     case = problem("linear")
-    preconditioner = _made(kind, case, **options)
-    for _ in range(2):
-        case.model.zero_grad()
-        preconditioner.evaluate(lambda: _objective(case, function, hidden=hidden))
-        preconditioner.step(lr=0.01)
-        torch.optim.SGD(case.model.parameters(), lr=0.01).step()
-    return {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
+    return directions(_made(kind, case, **options),
+                      lambda: _objective(case, function, hidden=hidden))
 
 
 def _require_right(kind: str, name: str) -> None:
@@ -153,13 +145,11 @@ def test_parts_without_a_known_loss_are_refused_by_gauss_newton_products(name: s
     passes: dict[str, tuple[Loss, ...]] = {
         "another part": (lambda f, y: F.cross_entropy(f, y) + f.square().mean(),),
         "another pass": (F.cross_entropy, _hidden),
-        "a pass before": (_hidden, F.cross_entropy),
-    }
+        "a pass before": (_hidden, F.cross_entropy)}
 
     def run() -> None:
         for loss in passes[name]:
             preconditioner.evaluate(partial(_value, case, loss))
-
     with pytest.raises(ConfigError):
         run()
     assert not preconditioner.statistics
@@ -177,12 +167,11 @@ def test_sums_and_penalties_of_parameters_keep_the_curvature_of_the_losses(kind:
             f = case.model(case.x)
             objective = (F.cross_entropy(f, case.y) + 0.5 * _mse(f, case.y)) / 1.5
             return objective if not penalty else objective + penalty * sum(p.square().sum() for p in case.model.parameters())
-
         preconditioner.evaluate(loss)
         case.model.zero_grad()
         case.loss(case.model(case.x)).backward()
         preconditioner.step()
-        found.append({key: p.grad.clone() for key, p in case.model.named_parameters() if p.grad is not None})
+        found.append(gradients_of(case.model))
     for key, value in found[0].items():
         assert float(value.abs().sum()) > 0.0
         close(found[1][key], value)
@@ -196,7 +185,6 @@ def test_hessian_free_divides_by_the_weight_of_one_pass() -> None:
 
     def root(f: Tensor) -> Tensor:
         return F.cross_entropy(f, case.y).sqrt()
-
     # derivative of the root with respect to the loss
     weight = 0.5 / root(case.model(case.x)).detach()
     g = dense.flat(case.gradients()) * weight
@@ -204,6 +192,6 @@ def test_hessian_free_divides_by_the_weight_of_one_pass() -> None:
     case.model.zero_grad()
     preconditioner.evaluate(lambda: root(case.model(case.x)))
     preconditioner.step()
-    found = dense.flat({key: p.grad for key, p in case.model.named_parameters() if p.grad is not None})
+    found = dense.flat(gradients_of(case.model))
     assert not torch.allclose(found, g)
     close(found, torch.linalg.solve(hessian + torch.eye(len(g), dtype=g.dtype), g))

@@ -1,5 +1,4 @@
-"""evaluate_and_step, where rows are preconditioned before their product, against evaluate and step.
-"""
+"""evaluate_and_step, which preconditions rows before their product, against evaluate and step."""
 
 from __future__ import annotations
 
@@ -11,20 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from ngsgd.preconditioners import (
-    EKFAC,
-    KBFGS,
-    KFAC,
-    METHODS,
-    PSGD,
-    SENG,
-    SKFAC,
-    SMWNG,
-    DiagonalNG,
-    GradientMaker,
-    Preconditioner,
-    Shampoo,
-)
+from ngsgd.preconditioners import EKFAC, KBFGS, KFAC, PSGD, SENG, SKFAC, SMWNG, DiagonalNG, Preconditioner, Shampoo
 from tests.preconditioners.problems import close
 
 F = nn.functional
@@ -32,9 +18,7 @@ N = 5
 
 
 def _net() -> nn.Sequential:
-    """Layers that are wider than the minibatch on both sides, on the input side, on the output
-    side, and on neither.
-    """
+    """Layers wider than the minibatch on both sides, on one of the sides, and on neither."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4, bias=False), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(),
                          nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 4)).double()
@@ -54,7 +38,6 @@ def _trained(method: type[Preconditioner], *, at_once: bool, loss: Any = None, s
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             return F.cross_entropy(model(x), y) if loss is None else loss(model, x, y)
-
         if at_once:
             preconditioner.evaluate_and_step(closure, lr=0.01)
         else:
@@ -81,18 +64,6 @@ def test_rows_before_the_product_give_the_same_parameters(method: type[Precondit
         close(other, one)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_takes_steps_at_once(method: str) -> None:
-    """Those that hold nothing, too."""
-    model = _net().float()
-    preconditioner = METHODS[method](model)
-    for step in range(2):
-        x, y = _minibatch(step)
-        model.zero_grad()
-        preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(model(x.float()), y), lr=0.01)
-        assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
-
-
 def test_weights_of_wide_layers_have_no_gradient_before_the_step() -> None:
     model = _net()
     preconditioner = KFAC(model)
@@ -101,7 +72,6 @@ def test_weights_of_wide_layers_have_no_gradient_before_the_step() -> None:
     def backward(loss: Tensor) -> None:
         loss.backward()
         seen.extend(name for name, p in model.named_parameters() if p.grad is not None)
-
     preconditioner.backward = backward  # type: ignore[method-assign]
     x, y = _minibatch(0)
     preconditioner.evaluate_and_step(lambda: F.cross_entropy(model(x), y))
@@ -115,16 +85,12 @@ def _penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _twice(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Every layer is called twice, and the curvature's passes count as one minibatch of twice the
-    rows.
-    """
+    """Every layer is called twice; the passes count as one minibatch of twice the rows."""
     return F.cross_entropy(model(torch.cat([x, x.flip(0)])), torch.cat([y, y]))
 
 
 def _adversarial(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """A gradient w.r.t. the input alone is taken in between; the layers' rows of that pass are no
-    gradient of theirs.
-    """
+    """A gradient w.r.t. the input alone is taken between; its rows are no gradient of layers."""
     moved = x.clone().requires_grad_()
     hidden = model[0](moved)   # type: ignore[index]
     (direction,) = torch.autograd.grad(hidden.square().sum(), moved)
@@ -180,19 +146,6 @@ def test_a_grad_scaler_changes_no_step(method: type[Preconditioner]) -> None:
         close(scaled, plain)
 
 
-def test_gradient_maker_adds_directions_up() -> None:
-    model = _net()
-    maker = GradientMaker(model, KFAC(model, damping=0.1, curvature_interval=10))
-    x, y = _minibatch(0)
-    maker.setup_loss_call(F.cross_entropy, maker.setup_model_call(model, x), y)
-    maker.forward_and_backward()
-    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    maker.forward_and_backward()
-    for p, wanted in zip(model.parameters(), once, strict=True):
-        assert p.grad is not None
-        close(p.grad, 2.0 * wanted)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_that_are_computed_again_in_the_backward_pass_have_the_same_gradient(reentrant: bool) -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -201,7 +154,6 @@ def test_layers_that_are_computed_again_in_the_backward_pass_have_the_same_gradi
         for layer in layers[1:]:
             hidden = torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=reentrant)
         return F.cross_entropy(hidden, y)
-
     wanted, found = (_trained(Shampoo, at_once=at_once, loss=loss) for at_once in (False, True))
     for one, other in zip(wanted, found, strict=True):
         close(other, one)

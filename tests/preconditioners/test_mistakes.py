@@ -1,6 +1,4 @@
-"""Mistakes in loops with preconditioners: models without parameters, closures, watch(), and values
-that are not finite.
-"""
+"""Mistakes with preconditioners: models without parameters, closures, watch(), values."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, NgsgdWarning, OptimizerStateError
+from ngsgd.errors import ConfigError, NgsgdWarning
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker
+from tests.preconditioners.support import SEES_ROWS
 
 X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
-OF_ROWS = [name for name, method in METHODS.items() if method.traits.fisher]
 
 
 def network() -> nn.Sequential:
@@ -28,15 +26,10 @@ def loss_of(model: nn.Module, x: Tensor = X) -> Tensor:
     return nn.functional.cross_entropy(model(x), Y)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_model_without_parameters_is_refused(method: str) -> None:
+@pytest.mark.parametrize("made", [*METHODS.values(), GradientMaker])
+def test_a_model_without_parameters_is_refused(made: Callable[[nn.Module], Any]) -> None:
     with pytest.raises(ConfigError):
-        METHODS[method](nn.ReLU())
-
-
-def test_gradient_maker_refuses_a_model_without_parameters() -> None:
-    with pytest.raises(ConfigError):
-        GradientMaker(nn.ReLU())
+        made(nn.ReLU())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -47,7 +40,6 @@ def test_a_closure_that_calls_backward_is_refused(method: str) -> None:
         loss = loss_of(model)
         loss.backward()
         return loss
-
     with pytest.raises(ConfigError, match="closure"):
         METHODS[method](model).evaluate(closure)
 
@@ -71,13 +63,12 @@ def test_other_errors_of_a_backward_pass_are_not_changed() -> None:
         loss = loss_of(model)
         loss.register_hook(fails)
         return loss
-
     with pytest.raises(RuntimeError, match="hook"):
         KFAC(model).evaluate(closure)
 
 
 @pytest.mark.parametrize("num_rows", [None, len(X)])
-@pytest.mark.parametrize("method", OF_ROWS)
+@pytest.mark.parametrize("method", SEES_ROWS)
 def test_a_backward_pass_after_watch_is_refused(method: str, num_rows: int | None) -> None:
     model = network()
     preconditioner = METHODS[method](model)
@@ -101,11 +92,3 @@ def test_a_minibatch_that_is_not_finite_counts_once(method: str) -> None:
     assert len(caught) == 2
     assert all(warning.category is NgsgdWarning and warning.filename == __file__ for warning in caught)
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("state", [{"model": {}, "optimizer": {}}, {}, None])
-def test_a_complete_checkpoint_is_no_state(state: Any) -> None:
-    preconditioner = KFAC(network())
-    with pytest.raises(OptimizerStateError):
-        preconditioner.load_state_dict(state)
-    preconditioner.load_state_dict(KFAC(network()).state_dict())

@@ -47,9 +47,7 @@ def load(ng: OnlineNaturalGradient, W: Any, d: Any, rho: Any, t: int, dtype: tor
 
 
 def num_comparable_calls(case: str, config: dict[str, Any]) -> int:
-    """All calls, except that ours does not count frozen ones: equal up to the first call after a
-    frozen one.
-    """
+    """Calls up to the first one after a frozen one, which ours does not count."""
     return int(min(config["frozen_at"]) + 1 if case == "frozen" else config["T"])
 
 

@@ -39,9 +39,7 @@ def rows(num: int, dim: int, seed: int, dtype: torch.dtype = torch.float64) -> T
 
 
 def warmed(dim: int, seed: int, dtype: torch.dtype = torch.float64, **options: Any) -> OnlineNaturalGradient:
-    """An estimate that has seen three minibatches, so that nothing depends on the noise of the
-    start.
-    """
+    """An estimate after three minibatches, which no longer depends on the noise of the start."""
     ng = OnlineNaturalGradient(**{"rank": 4, **options})
     for t in range(3):
         ng.precondition(rows(40, dim, 1000 + 7 * seed + t, dtype))
@@ -67,9 +65,7 @@ def assert_close(ours: Tensor | float, theirs: Tensor | float, tolerance: float 
 
 def assert_same_state(ours: OnlineNaturalGradient, theirs: OnlineNaturalGradient, tolerance: float = EXACT, *,
                       size: float = 1.0, rotation: Tensor | None = None) -> None:
-    """d, rho and W^T W, which does not depend on the choice of the rows of W; ours may be `size`
-    times theirs, and rotated.
-    """
+    """d, rho and W^T W, independent of the rows of W; `size` times theirs, and rotated."""
     mine, other = ours.state_dict(), theirs.state_dict()
     assert mine["t"] == other["t"]
     assert_close(mine["d"], size * other["d"], tolerance)
@@ -114,7 +110,41 @@ def assert_sound(ng: OnlineNaturalGradient) -> None:
     assert float((R_RD @ R_RD.T - torch.eye(len(d_R)).double()).abs().max()) <= orthogonality
 
 
-# --------------------------------------------------------------------------------------- symmetries
+# ------------------------------------------------------------------ the dense reference, symmetries
+
+@settings(max_examples=40, deadline=None)
+@given(dim=st.integers(3, 14), rank=st.integers(1, 8), num_rows=st.integers(2, 40),
+       alpha=st.sampled_from([0.1, 1.0, 4.0, 10.0]), seed=st.integers(0, 10_000))
+def test_equals_the_dense_reference(dim: int, rank: int, num_rows: int, alpha: float, seed: int) -> None:
+    fast = OnlineNaturalGradient(rank, alpha=alpha)
+    for t in range(3):  # away from the start, where float noise decides directions
+        fast.precondition(rows(num_rows + 20, dim, seed + t))
+    state = fast.state_dict()
+    dense = DenseFisher.from_w(state["W"].numpy(), state["d"].numpy(), float(state["rho"]), alpha=alpha)
+    eta = min(0.9, 1 - math.exp(-num_rows / 2000))
+    for t in range(10, 15):
+        X = rows(num_rows, dim, seed + t)
+        xhat, scale = fast.precondition(X)
+        dense_xhat, gamma = dense.precondition(X.numpy())
+        dense.update(X.numpy(), eta)
+        # both float64; Z squares the condition number of the Fisher matrix, at most 1 / delta =
+        # 2000, so 1e-16 * 4e6
+        np.testing.assert_allclose(xhat.numpy(), dense_xhat, rtol=1e-7, atol=1e-8 * float(X.abs().max()))
+        np.testing.assert_allclose(float(scale), gamma, rtol=1e-7)
+    W = fast.state_dict()["W"].numpy()
+    np.testing.assert_allclose(W.T @ W, dense.W.T @ dense.W, rtol=1e-6, atol=1e-7)
+
+
+def test_strong_directions_are_shortened_relative_to_weak_ones() -> None:
+    ng = OnlineNaturalGradient(2, alpha=0.1)
+    generator = torch.Generator().manual_seed(0)
+    size = torch.tensor([10.0, 1.0, 1.0, 1.0])
+    for _ in range(20):
+        X = torch.randn(200, 4, generator=generator) * size
+        xhat, _ = ng.precondition(X)
+    ratio = xhat.norm(dim=0) / X.norm(dim=0)
+    assert ratio[0] < 0.1 * ratio[1:].min()
+
 
 @settings(max_examples=40, deadline=None)
 @given(num=st.integers(1, 60), dim=st.integers(1, 20), rank=st.integers(1, 25), period=st.integers(1, 4),
@@ -184,8 +214,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "huge": lambda X: 1e12 * X,
     "large": lambda X: 1e6 * X,
     "small": lambda X: 1e-6 * X,
-    "tiny": lambda X: 1e-18 * X,
-}
+    "tiny": lambda X: 1e-18 * X}
 
 
 @settings(max_examples=40, deadline=None)
@@ -382,9 +411,8 @@ def test_updates_that_wait_in_a_queue_are_bit_equal_to_immediate_ones(dtype: tor
     queue = UpdateQueue(deferred=True)
     # those of one rank are updated together
     waiting = [OnlineNaturalGradient(rank, period, queue=queue) for rank in (2, 5, 5)]
-    immediate = [
-        OnlineNaturalGradient(rank, period, queue=UpdateQueue(deferred=False)) for rank in (2, 5, 5)
-    ]
+    immediate = [OnlineNaturalGradient(rank, period, queue=UpdateQueue(deferred=False))
+                 for rank in (2, 5, 5)]
     for t, num in enumerate(nums):
         for k, (a, b) in enumerate(zip(waiting, immediate, strict=True)):
             X = rows(num, 6 + k, seed + t, dtype)
@@ -419,10 +447,8 @@ def test_second_moments_are_refused_where_next_to_nothing_is_left_of_the_rows() 
     for _ in range(12):
         ng.precondition(X)
     num_calls = ng.num_calls
-    assert (
-        ng.precondition_sum(X.T @ X, X.sum(dim=0), num_rows=50.0) is None
-        and ng.num_calls == num_calls
-    )
+    assert (ng.precondition_sum(X.T @ X, X.sum(dim=0), num_rows=50.0) is None
+            and ng.num_calls == num_calls)
 
 
 def test_an_update_waits_until_its_own_estimate_is_needed_or_the_step_is_done() -> None:
@@ -431,7 +457,7 @@ def test_an_update_waits_until_its_own_estimate_is_needed_or_the_step_is_done() 
 
     def rho() -> float:
         assert ng._state is not None
-        return ng._state.rho
+        return float(ng._state.rho)
     ng.precondition(rows(20, 6, 0))
     start = rho()
     other.precondition(rows(20, 6, 1))
@@ -558,9 +584,22 @@ def test_a_state_survives_saving_with_another_object_and_before_the_first_call()
     assert all(torch.equal(before[key], state[key]) for key in before)
 
 
-def test_rows_of_another_dimension_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"dimension 7.*8"):
-        warmed(8, 0).precondition(rows(20, 7, 0))
+def test_a_loaded_state_continues_bitwise_identically() -> None:
+    ng = OnlineNaturalGradient(3, update_period=4)
+    for t in range(13):
+        ng.precondition(rows(20, 8, t))
+    copy = OnlineNaturalGradient(3, update_period=4)
+    copy.load_state_dict(ng.state_dict())
+    for t in range(13, 20):
+        ours, theirs = (p.precondition(rows(20, 8, t)) for p in (ng, copy))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"update_period": 0}, {"alpha": -1.0}, {"num_samples_history": 0.0},
+                                   {"epsilon": 0.0}])
+def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="Invalid"):
+        OnlineNaturalGradient(**wrong)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------- values that are

@@ -1,6 +1,4 @@
-"""K-BFGS and L-BFGS against dense BFGS updates, their second look at a minibatch, and where they
-end on quadratics.
-"""
+"""K-BFGS against dense BFGS updates, its second look at a minibatch, and quadratics."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 import ngsgd.optim
 from ngsgd.errors import ConfigError, NgsgdWarning
 from ngsgd.preconditioners import KBFGS, Preconditioner
-from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
+from tests.preconditioners.problems import NAMES, Problem, close, gradients_of, joint, move, problem
 from tests.reference import quasi_newton as dense
 
 LR = 0.05
@@ -39,17 +37,10 @@ def _steps(preconditioner: Preconditioner, case: Problem, steps: int) -> list[tu
         case.model.zero_grad()
         preconditioner.evaluate(lambda: case.loss(case.model(case.x)))
         found.append(({name: p.detach().clone() for name, p in case.model.named_parameters()},
-                      {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}))
+                      gradients_of(case.model)))
         preconditioner.step()
-        _move(case.model, LR)
+        move(case.model, LR)
     return found
-
-
-def _move(model: nn.Module, lr: float) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            assert p.grad is not None
-            p.sub_(p.grad, alpha=lr)
 
 
 def _set(model: nn.Module, values: dict[str, Tensor]) -> None:
@@ -99,9 +90,7 @@ def _means(case: Problem, before: dict[str, Tensor], after: dict[str, Tensor]) -
 
 
 def test_kbfgs_factors_come_to_the_inverse_on_a_quadratic() -> None:
-    """Output z = W a + b, squared error of M z: the Hessian in z is 2/4 M^T M, met in random
-    directions.
-    """
+    """z = W a + b, squared error of M z: the Hessian in z is 2/4 M^T M."""
     torch.manual_seed(2)
     M = nn.Linear(4, 4, bias=False).double().requires_grad_(False)
     model = nn.Sequential(nn.Linear(3, 4).double(), M)
@@ -112,7 +101,6 @@ def test_kbfgs_factors_come_to_the_inverse_on_a_quadratic() -> None:
 
     def loss() -> Tensor:
         return nn.functional.mse_loss(model(x), torch.zeros(20, 4, dtype=torch.float64), reduction="sum") / 20.0
-
     layer = model[0]
     assert isinstance(layer, nn.Linear)
     for _ in range(120):
@@ -155,7 +143,6 @@ def test_the_second_pass_repeats_the_first_and_changes_nothing() -> None:
     def loss() -> Tensor:
         outputs.append(model.drop(torch.ones(50)))
         return nn.functional.cross_entropy(model(x), case.y)
-
     preconditioner = KBFGS(model, damping=0.1)
     preconditioner.evaluate(loss)
     preconditioner.step()
@@ -163,7 +150,7 @@ def test_the_second_pass_repeats_the_first_and_changes_nothing() -> None:
     grad = model.linear.weight.grad.clone()
     preconditioner.run_second_pass()
     assert len(outputs) == 1   # the parameters have not moved
-    _move(model, 0.1)
+    move(model, 0.1)
     state = torch.get_rng_state()
     preconditioner.run_second_pass()
     assert len(outputs) == 2 and torch.equal(*outputs)
@@ -184,32 +171,12 @@ def test_the_step_of_every_optimizer_is_detected(optimizer: Callable[..., Any]) 
     def loss() -> Tensor:
         calls.append(1)
         return case.loss(case.model(case.x))
-
     preconditioner = KBFGS(case.model, damping=0.1)
     preconditioner.evaluate(loss)
     preconditioner.step()
     steps.step()
     preconditioner.run_second_pass()
     assert len(calls) == 2
-
-
-def _part_of_loss(case: Problem, part: slice) -> Tensor:
-    return nn.functional.cross_entropy(case.model(case.x[part]), case.y[part], reduction="sum") / 6.0
-
-
-def test_parts_of_a_minibatch_give_the_pair_of_the_complete_one() -> None:
-    found = []
-    for parts in ((slice(0, 6),), (slice(0, 4), slice(4, 6))):
-        case = problem("linear")
-        preconditioner = KBFGS(case.model, damping=0.1)
-        for _ in range(3):
-            case.model.zero_grad()
-            for part in parts:
-                preconditioner.evaluate(partial(_part_of_loss, case, part))
-            preconditioner.step()
-            _move(case.model, LR)
-        found.append(dense.flat({name: p.detach() for name, p in case.model.named_parameters()}))
-    close(found[0], found[1])
 
 
 def test_a_loop_without_a_closure_raises_an_error() -> None:
@@ -222,8 +189,7 @@ def test_a_loop_without_a_closure_raises_an_error() -> None:
 
 
 def test_rows_of_the_reference_are_those_of_the_problem() -> None:
-    """The oracle's mean derivative is the bias's gradient: it would not see a wrong sign otherwise.
-    """
+    """The oracle's mean derivative is the bias's gradient: else a wrong sign would not show."""
     case = problem("linear")
     g = case.gradients()
     for layer, _, e_VNTO in case.layers():
@@ -231,9 +197,7 @@ def test_rows_of_the_reference_are_those_of_the_problem() -> None:
 
 
 def test_a_scaler_that_changes_its_scale_changes_no_direction() -> None:
-    """Gradients are unscaled between the look and the step, as torch.amp.GradScaler does it, and
-    the scale falls by half.
-    """
+    """Unscaled between look and step, as by torch.amp.GradScaler; the scale halves."""
     found = []
     for scales in ((1.0, 1.0, 1.0), (64.0, 32.0, 16.0)):
         case = problem("linear")
@@ -245,7 +209,7 @@ def test_a_scaler_that_changes_its_scale_changes_no_direction() -> None:
                 assert p.grad is not None
                 p.grad /= scale[0]
             preconditioner.step()
-            _move(case.model, LR)
+            move(case.model, LR)
         found.append(dense.flat({name: p.detach() for name, p in case.model.named_parameters()}))
     close(found[0], found[1])
 

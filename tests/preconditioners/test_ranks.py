@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import EKFAC, KFAC, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
 from ngsgd.preconditioners.replicas import ProcessGroupComm
-from tests.preconditioners.problems import close
+from tests.preconditioners.problems import close, move
+from tests.wired import Wired
 
 c10d: Any = torch.distributed
 F = nn.functional
@@ -72,10 +73,7 @@ def _trained(method: type[Preconditioner], options: dict[str, Any], group: Any =
                 p.grad *= len(y[rows]) / len(y)
                 group.allreduce([p.grad]).wait()
         preconditioner.step()
-        with torch.no_grad():
-            for p in model.parameters():
-                assert p.grad is not None
-                p.sub_(p.grad, alpha=0.05)
+        move(model, 0.05)
     return [p.detach() for p in model.parameters()], made
 
 
@@ -109,7 +107,6 @@ def test_states_of_all_types_arrive_bitwise_identical() -> None:
     def work(group: Any) -> Any:
         return ProcessGroupComm(group,
                                 torch.device("cpu")).exchanged(state if group.rank() == 0 else mine, {})
-
     for found in _on_two_ranks(work):
         assert found.keys() == {"weight", "é"}
         for name, values in {**state, **mine}.items():
@@ -129,7 +126,6 @@ def _refusals(work: Callable[[Any], Any]) -> list[ConfigError]:
         with pytest.raises(ConfigError) as caught:
             work(group)
         return caught.value
-
     return _on_two_ranks(refused)
 
 
@@ -139,29 +135,22 @@ def test_ranks_with_curvature_of_different_sizes_are_refused() -> None:
         assert "a" in str(error)
 
 
-class _Experts(nn.Module):
+def _experts() -> nn.Module:
     """Two experts of one size; a rank uses one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.output = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        y: Tensor = self.output(self.experts[number](x).tanh())
-        return y
+    return Wired(lambda m, x, number: m.output(m.experts[number](x).tanh()),
+                 experts=nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]), output=nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("method", [KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG])
 def test_different_experts_of_equal_size_are_not_averaged(method: type[Preconditioner]) -> None:
     def work(group: Any, differs: bool) -> list[float]:
-        model = _Experts()
+        model = _experts()
         preconditioner = method(model, damping=0.1)
         preconditioner.split_work(group)
         x, y = torch.randn(6, 5), torch.arange(6) % 4
         preconditioner.evaluate(lambda: F.cross_entropy(model(x, group.rank() if differs else 0), y))
         preconditioner.step()
         return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-
     for rank, error in enumerate(_refusals(lambda group: work(group, True))):
         assert f"experts.{rank}.weight" in str(error)
     assert all(norm > 0.0 for norms in _on_two_ranks(lambda group: work(group, False)) for norm in norms)
@@ -169,11 +158,10 @@ def test_different_experts_of_equal_size_are_not_averaged(method: type[Precondit
 
 def test_ranks_that_invert_different_layers_are_refused() -> None:
     def work(group: Any) -> None:
-        model = _Experts()
+        model = _experts()
         preconditioner = Shampoo(model)
         preconditioner.split_work(group)
         F.cross_entropy(model(torch.randn(6, 5), group.rank()), torch.arange(6) % 4).backward()
         preconditioner.step()
-
     for rank, error in enumerate(_refusals(work)):
         assert f"experts.{rank}.weight" in str(error)

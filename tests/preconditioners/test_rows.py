@@ -1,6 +1,4 @@
-"""Rows that `OnlineNaturalGradient` and `precondition_simple` get: right, or ArgumentError before
-anything is computed.
-"""
+"""Rows of `OnlineNaturalGradient` and `precondition_simple`: right, or ArgumentError before."""
 
 from __future__ import annotations
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.second_order.full_model import FullModelProducts
+from ngsgd.curvature.products import FullModelProducts
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import PSGD, HessianFree, Preconditioner
-from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
+from tests.preconditioners.problems import NAMES, Problem, close, gradients_of, joint, problem
 from tests.reference import quasi_newton as dense
+from tests.wired import Wired
 
 
 def _draws(preconditioner: PSGD) -> list[dict[str, Tensor]]:
@@ -26,8 +27,7 @@ def _draws(preconditioner: PSGD) -> list[dict[str, Tensor]]:
         found = original(grads)
         seen.append(dict(found))   # methods free theirs during the step
         return found
-
-    preconditioner.drawn = drawn  # type: ignore[method-assign]
+    preconditioner.drawn = drawn  # type: ignore[method-assign, assignment]
     return seen
 
 
@@ -42,9 +42,7 @@ def _hessian_products(case: Problem, draws: list[dict[str, Tensor]], damping: fl
 
 
 class Quadratic(nn.Module):
-    """1/2 tr(W^T Hl W Hr) of a linear layer's weight: the Hessian is Hl (x) Hr in the order of
-    rows.
-    """
+    """1/2 tr(W^T Hl W Hr) of a weight: the Hessian is Hl (x) Hr in the order of rows."""
 
     def __init__(self, Hl: Tensor, Hr: Tensor) -> None:
         super().__init__()
@@ -74,22 +72,13 @@ def test_products_with_the_complete_model_equal_the_dense_matrices(name: str, sc
 
 
 def test_products_pass_through_recurrent_layers() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.out(self.lstm(x)[0][:, -1])
-            return found
-
     torch.manual_seed(0)
-    model = Net().double()
+    model = Wired(lambda m, x: m.out(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(3, 4, batch_first=True),
+                  out=nn.Linear(4, 2)).double()
     x, y = torch.randn(4, 5, 3, dtype=torch.float64), torch.arange(4) % 2
 
     def loss() -> Tensor:
         return nn.functional.cross_entropy(model(x), y)
-
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     with FullModelProducts(model) as minibatch:
         minibatch.differentiate(loss())
@@ -100,7 +89,7 @@ def test_products_pass_through_recurrent_layers() -> None:
             for name, p in other.named_parameters():
                 p.add_(v[name], alpha=sign * step)
         nn.functional.cross_entropy(other(x), y).backward()
-        moved.append({name: p.grad.clone() for name, p in other.named_parameters() if p.grad is not None})
+        moved.append(gradients_of(other))
     difference = {name: (moved[0][name] - moved[1][name]) / (2.0 * step) for name in v}
     # central differences: step^2 of truncation and 1e-16 / step of rounding
     torch.testing.assert_close(dense.flat(minibatch.hessian(v)), dense.flat(difference), rtol=1e-4, atol=1e-8)
@@ -155,9 +144,7 @@ def _refreshed(model: Quadratic, form: str, rates: tuple[tuple[float, int], ...]
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "size", "condition"), [("kronecker", 3, 100.0), ("full", 2, 10.0)])
 def test_psgd_whitens_a_quadratic(form: str, size: int, condition: float) -> None:
-    """cond(P H) from condition^2, 1e4 for the Kronecker form, to 1.1, by a rate that falls, since
-    the noise goes with it.
-    """
+    """cond(P H) from condition^2 (Kronecker: 1e4) to 1.1, by a falling rate."""
     model = Quadratic(dense.quadratic_factor(size, condition, seed=1), dense.quadratic_factor(size, condition, seed=2))
     H = torch.kron(model.Hl.contiguous(), model.Hr.contiguous())
     preconditioner = _refreshed(model, form, ((0.1, 1200), (0.01, 800)))
@@ -210,21 +197,16 @@ def test_methods_without_a_graph_name_the_method_to_call(method: type[PSGD | Hes
         preconditioner.step()
 
 
-class _Attention(nn.Module):
-    """Attention of one head between two affine layers; `fused` calls torch's kernel, else the
-    formula.
-    """
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.inner, self.outer, self.fused = nn.Linear(4, 12), nn.Linear(4, 3), fused
-
-    def forward(self, x_NTI: Tensor) -> Tensor:
-        q, k, v = self.inner(x_NTI)[:, None].chunk(3, dim=-1)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / 2.0).softmax(dim=-1) @ v
-        outer: Tensor = self.outer(mixed[:, 0].mean(dim=1))
-        return outer
+def _attention(fused: bool) -> nn.Module:
+    """Attention of one head between two affine layers, by torch's kernel or by the formula."""
+    def run(model: Any, x_NTI: Tensor) -> Any:
+        q, k, v = model.inner(x_NTI)[:, None].chunk(3, dim=-1)
+        mixed = (q @ k.mT / 2.0).softmax(dim=-1) @ v
+        if fused:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return model.outer(mixed[:, 0].mean(dim=1))
+    torch.manual_seed(4)
+    return Wired(run, inner=nn.Linear(4, 12), outer=nn.Linear(4, 3)).double()
 
 
 @pytest.mark.entry("B9", "you use PSGD, HessianFree or hypergradient with scaled_dot_product_attention", "works",
@@ -235,7 +217,7 @@ class _Attention(nn.Module):
 def test_fused_attention_is_differentiated_twice(method: type[Preconditioner], options: dict[str, Any]) -> None:
     found = []
     for fused in (True, False):
-        model = _Attention(fused).double()
+        model = _attention(fused)
         x, y = torch.randn(5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(5) % 3
         preconditioner = method(model, damping=0.1, **options)
         preconditioner.evaluate(lambda model=model, x=x, y=y: nn.functional.cross_entropy(model(x), y))   # type: ignore[misc]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ngsgd.errors import NgsgdWarning
 from ngsgd.preconditioners import SOAP, Preconditioner, Shampoo
-from tests.preconditioners.problems import close, problem
+from tests.preconditioners.problems import close, gradients_of, problem
 from tests.reference import preconditioners as dense
 
 STEPS = 5
@@ -27,7 +27,7 @@ def _run(preconditioner: Preconditioner, shapes: dict[str, tuple[int, ...]]) -> 
             p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             seen[name].append(p.grad.clone())
         preconditioner.step()
-    return seen, {name: p.grad.clone() for name, p in preconditioner.model.named_parameters() if p.grad is not None}
+    return seen, gradients_of(preconditioner.model)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -61,9 +61,7 @@ def test_blocks_are_preconditioned_each_by_itself() -> None:
 
 def _soap_steps(model: nn.Module, num_steps: int,
                 **options: Any) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
-    """(gradients, directions) of all steps by parameter, of gradients whose second moments turn
-    slowly.
-    """
+    """(gradients, directions) of all steps, of gradients whose moments turn slowly."""
     generator = torch.Generator().manual_seed(7)
     shapes = {name: p.flatten(1).shape if p.ndim > 1 else p.shape for name, p in model.named_parameters()}
     mixing = {name: torch.randn(2, shape[-1], shape[-1], generator=generator, dtype=torch.float64)
@@ -114,9 +112,7 @@ def test_soap_in_float32_follows_float64() -> None:
 @pytest.mark.entry("A3")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_soap_in_float32_follows_float64_where_factors_have_no_full_rank(reduction: str) -> None:
-    """Gradients of a network: a layer's first one has fewer outputs than inputs, or fewer rows than
-    both.
-    """
+    """A layer's first gradient has fewer outputs than inputs, or fewer rows than both."""
     found = []
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
@@ -138,9 +134,7 @@ def test_soap_in_float32_follows_float64_where_factors_have_no_full_rank(reducti
 @pytest.mark.entry("A2")
 @pytest.mark.parametrize("graft", ["none", "gradient"])
 def test_soap_at_interval_10_keeps_its_directions_small(graft: str) -> None:
-    """Adam's ratio m / sqrt(v) is at most 1 where both forget alike; with eps nothing is divided by
-    a v of 0.
-    """
+    """Adam's ratio m / sqrt(v) is at most 1 where both forget alike."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 10))
     preconditioner = SOAP(model, curvature_interval=10, inverse_interval=10, graft=graft)
@@ -166,7 +160,6 @@ def test_soap_restarts_for_later_parameters_and_after_an_average() -> None:
             p.grad = torch.randn_like(p)
         preconditioner.step()
         return [bool(p.grad.any()) for p in layers.parameters() if p.grad is not None]
-
     assert stepped(model[0]) == [False, False] and stepped(model[0]) == [True, True]
     assert stepped(model[1]) == [False, False] and stepped(model[1]) == [True, True]
     preconditioner.average([preconditioner.state_dict()] * 2)

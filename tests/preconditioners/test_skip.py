@@ -10,22 +10,12 @@ from ngsgd.config import OptimizerConfig
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import KFAC, METHODS, Shampoo
 from ngsgd.preconditioners.build import make_preconditioner
-from tests.preconditioners.problems import close, joint, problem
+from tests.preconditioners.problems import close, gradients_of, joint, problem
+from tests.preconditioners.support import Scale
 from tests.reference import preconditioners as dense
 
 N, T, D = 4, 3, 4
 CE = nn.functional.cross_entropy
-
-
-class _Scale(nn.Module):
-    """LayerScale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((D,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
 
 
 class Vit(nn.Module):
@@ -34,15 +24,10 @@ class Vit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.cls_token, self.positions = (
-            nn.Parameter(torch.randn(1, 1, D)),
-            nn.Parameter(torch.randn(1, T + 1, D)),
-        )
-        self.attn, self.scale, self.head = (
-            nn.MultiheadAttention(D, 2, batch_first=True),
-            _Scale(),
-            nn.Linear(D, 3),
-        )
+        self.cls_token = nn.Parameter(torch.randn(1, 1, D))
+        self.positions = nn.Parameter(torch.randn(1, T + 1, D))
+        self.attn = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.scale, self.head = Scale(), nn.Linear(D, 3)
 
     def forward(self, x_NTD: Tensor) -> Tensor:
         h = torch.cat([self.cls_token.expand(len(x_NTD), 1, D), x_NTD], dim=1) + self.positions
@@ -51,19 +36,11 @@ class Vit(nn.Module):
         return f
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.entry(
-    "P12",
-    "you skip single parameters: the class token and positions at the root of a ViT, LayerScale, "
-    "`attn.in_proj_weight`",
-    "works",
-    '`skip=("cls_token", "*.gamma", "attn.in_proj_weight")` leaves them their plain gradient; a '
-    "name of a module or of a class means all parameters inside of it; an entry that matches "
-    "nothing is a ConfigError with similar names",
-)
+@pytest.mark.entry("P12", "you skip single parameters: the class token and positions at the root "
+                          "of a ViT, LayerScale, `attn.in_proj_weight`", "works",
+                   '`skip=("cls_token", "*.gamma", "attn.in_proj_weight")` leaves them their plain '
+                   "gradient; a name of a module or of a class means all parameters inside of it; "
+                   "an entry that matches nothing is a ConfigError with similar names")
 @pytest.mark.parametrize("kind", METHODS)
 def test_single_parameters_keep_their_gradient(kind: str) -> None:
     model = Vit().double()
@@ -73,9 +50,9 @@ def test_single_parameters_keep_their_gradient(kind: str) -> None:
     for _ in range(2):  # some methods begin with the gradient itself
         model.zero_grad()
         preconditioner.evaluate(lambda: CE(model(x), y))
-        plain = _gradients(model)
+        plain = gradients_of(model)
         preconditioner.step(lr=0.01)
-    found = _gradients(model)
+    found = gradients_of(model)
     assert set(found) == {name for name, _ in model.named_parameters()}
     for name, g in plain.items():
         is_skipped = name in ("cls_token", "positions", "attn.in_proj_weight", "scale.gamma")
@@ -85,20 +62,12 @@ def test_single_parameters_keep_their_gradient(kind: str) -> None:
 @pytest.mark.entry("P12")
 def test_a_weight_without_its_bias_is_a_layer_without_bias() -> None:
     case = problem("linear")
-    plain, found = (
-        case.gradients(),
-        case.preconditioned(KFAC(case.model, damping=0.1, skip=("0.bias", "2.weight"))),
-    )
+    plain, found = (case.gradients(),
+                    case.preconditioned(KFAC(case.model, damping=0.1, skip=("0.bias", "2.weight"))))
     for layer, a_NTI, e_VNTO in case.layers():
         if layer == "0":
-            wanted = dense.kfac(
-                a_NTI[..., :-1],
-                e_VNTO,
-                plain["0.weight"],
-                0.1,
-                num_rows=case.num_rows,
-                sharing="expand",
-            )
+            wanted = dense.kfac(a_NTI[..., :-1], e_VNTO, plain["0.weight"], 0.1,
+                                num_rows=case.num_rows, sharing="expand")
             close(found["0.weight"], wanted)
             close(found["0.bias"], plain["0.bias"])
         else:  # a bias without its weight has the diagonal
@@ -112,7 +81,6 @@ def test_a_weight_without_its_bias_is_a_layer_without_bias() -> None:
 def test_a_module_skips_all_its_parameters_by_any_of_their_names(skip: tuple[str, ...]) -> None:
     class _Output(nn.Linear):
         """A class of the user's."""
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), _Output(5, 5)).double()
     first, output = model[0], model[2]
@@ -120,15 +88,12 @@ def test_a_module_skips_all_its_parameters_by_any_of_their_names(skip: tuple[str
     model.forward = lambda x: output(first(x).tanh())  # type: ignore[method-assign]
     model.again = output
     preconditioner = KFAC(model, skip=skip)
-    preconditioner.evaluate(
-        lambda: CE(model(torch.randn(4, 5, dtype=torch.float64)), torch.arange(4))
-    )
-    plain = _gradients(model)
+    preconditioner.evaluate(lambda: CE(model(torch.randn(4, 5, dtype=torch.float64)),
+                                       torch.arange(4)))
+    plain = gradients_of(model)
     preconditioner.step(lr=0.01)
-    assert {name for name, g in _gradients(model).items() if torch.equal(g, plain[name])} == {
-        "0.weight",
-        "2.bias",
-    }
+    kept = {name for name, g in gradients_of(model).items() if torch.equal(g, plain[name])}
+    assert kept == {"0.weight", "2.bias"}
 
 
 @pytest.mark.entry("P12")
@@ -146,9 +111,8 @@ def test_the_error_for_raw_parameters_names_the_skip_entries() -> None:
     preconditioner = KFAC(model)
     with pytest.raises(ConfigError) as error:
         preconditioner.evaluate(lambda: CE(model(torch.randn(N, T, D)), torch.arange(N) % 3))
-    assert all(
-        f'"{name}"' in str(error.value) for name in ("cls_token", "positions", "scale.gamma")
-    )
+    assert all(f'"{name}"' in str(error.value)
+               for name in ("cls_token", "positions", "scale.gamma"))
 
 
 def test_the_bias_of_a_skipped_weight_is_a_separate_block_for_shampoo() -> None:

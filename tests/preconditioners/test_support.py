@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
 from tests.gloo import gloo_group
+from tests.preconditioners.problems import gradients_of
 from tests.preconditioners.support import CE, FEATURES, PAGE, Feature, made, with_table
 
-CELLS = [
-    pytest.param(kind, feature, id=f"{kind}-{feature.label}")
-    for feature in FEATURES
-    for kind in METHODS
-]
+CELLS = [pytest.param(kind, feature, id=f"{kind}-{feature.label}") for feature in FEATURES
+         for kind in METHODS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,9 +30,8 @@ def _nll(f: Tensor, y: Tensor) -> Tensor:
     return nn.functional.nll_loss(f.log_softmax(dim=1), y)
 
 
-def _require_works(
-    kind: str, feature: Feature, net: tuple[nn.Module, nn.Module, Tensor, Tensor], **options: Any
-) -> None:
+def _require_works(kind: str, feature: Feature, net: tuple[nn.Module, nn.Module, Tensor, Tensor],
+                   **options: Any) -> None:
     """The third step goes downhill and leaves no parameter of the feature its plain gradient."""
     model, called, x, y = net
     preconditioner = METHODS[kind](model, damping=0.1, **options)
@@ -42,9 +39,9 @@ def _require_works(
     for _ in range(3):  # some methods begin with the gradient itself
         model.zero_grad()
         preconditioner.evaluate(lambda: loss(called(x), y), num_rows=num_rows)
-        plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        plain = gradients_of(model)
         preconditioner.step(lr=0.01)
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found = gradients_of(model)
         torch.optim.SGD(model.parameters(), lr=0.01).step()
     assert set(found) == set(dict(model.named_parameters()))
     assert all(bool(g.isfinite().all()) for g in found.values())

@@ -15,7 +15,8 @@ import yaml
 
 from ngsgd.asr.corpora import an4, kaldi_dirs
 from ngsgd.config import FeatureConfig
-from ngsgd.launcher.config.compose import compose, conf_dir
+from ngsgd.launcher.config.compose import compose
+from ngsgd.launcher.config.sources import conf_dir
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.run import build_run
 from ngsgd.word_errors import WordErrors

@@ -1,0 +1,1 @@
+"""Slow float64 twins, written from formulas and definitions; they share no code with ngsgd."""

@@ -151,9 +151,7 @@ class _Recurrent(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Multi-head attention by its formula; of a query, key and value that differ each is multiplied
-    by the complete matrix.
-    """
+    """Multi-head attention by its formula; each of query, key and value by the complete matrix."""
 
     def __init__(self, layer: Any, name: str, uses: Uses) -> None:
         super().__init__()

@@ -15,9 +15,7 @@ Array = npt.NDArray[np.float64]
 
 
 def numerator(graph: StateGraph, labels: list[int], scores_TP: Array, tolerance: int) -> tuple[float, Array]:
-    """(log sum, its gradient w.r.t. the scores): every way to place the states of the labels' best
-    path within the tolerance, one by one.
-    """
+    """(log sum, its gradient w.r.t. the scores), over all placements within the tolerance."""
     plain = matrix(StateGraph(graph.pdf_S, graph.source_A, graph.target_A, graph.log_weight_A,
                               graph.log_initial_S, graph.log_final_S))
     best = max((states for states in itertools.product(range(graph.num_states), repeat=len(labels))

@@ -68,9 +68,7 @@ def scatter(gradients: Sequence[Array]) -> Array:
 
 
 def smoothed_scatter(F: Array) -> Array:
-    """What the preconditioner factorises: trace brought to the dimension, diagonal floored at 1e-20
-    and times 1.01.
-    """
+    """Trace brought to the dimension, diagonal floored at 1e-20 and times 1.01."""
     size = len(F)
     trace = sum(F[i, i] for i in range(size))
     F = F * (size / trace)
@@ -80,9 +78,7 @@ def smoothed_scatter(F: Array) -> Array:
 
 
 def bfgs_direction(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: float) -> Array:
-    """H g with the dense H of the BFGS update, from scale * I, over all (s, y), oldest first
-    (Nocedal and Wright, 6.17).
-    """
+    """H g with the dense BFGS matrix over all (s, y), oldest first (Nocedal and Wright, 6.17)."""
     identity = np.eye(len(gradient))
     H = scale * identity
     for s, y in pairs:
@@ -101,9 +97,7 @@ def pooled_statistics(X: Array) -> tuple[Array, Array]:
 
 
 def newton_maximum(X: Array, pdf: npt.NDArray[np.int64], matrices: Sequence[Array], steps: int = 50) -> tuple[Array, float]:
-    """(weights, objf per frame) at the maximum over w of the concave mean log softmax((sum_k w_k
-    M_k) x)[pdf].
-    """
+    """(weights, objf per frame) at the maximum of mean log softmax((sum_k w_k M_k) x)[pdf]."""
     weights = np.full(len(matrices), 1.0 / len(matrices))
     for _ in range(steps):
         gradient, hessian = np.zeros(len(weights)), np.zeros((len(weights), len(weights)))

@@ -1,7 +1,4 @@
-"""The codecs for parameter deltas, one element at a time, in float64.
-
-Slow on purpose, and nothing here is shared with the package.
-"""
+"""The codecs for parameter deltas, one element at a time, in float64."""
 
 from __future__ import annotations
 

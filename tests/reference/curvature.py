@@ -10,7 +10,7 @@ Letters: N samples, F outputs of a sample (all its frames), P elements of a para
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +18,27 @@ from torch import Tensor, nn
 Loss = Callable[[Tensor], Tensor]   # of the complete minibatch's output
 
 
+def gradients(model: nn.Module, losses: Iterable[Tensor]) -> dict[str, Tensor]:
+    """N x P of every parameter: the gradient of each sample's loss."""
+    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad),
+                            strict=True)
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    for loss in losses:
+        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        for name, p, g in zip(names, parameters, found, strict=True):
+            rows[name].append(torch.zeros_like(p).flatten() if g is None else g.flatten())
+    return {name: torch.stack(g) for name, g in rows.items()}
+
+
 def jacobians(model: nn.Module, x: Tensor, num_samples: int) -> dict[str, Tensor]:
-    """N x F x P of every parameter: the output's rows that belong to sample n, with respect to the
-    parameter.
-    """
+    """N x F x P of every parameter: the outputs of sample n with respect to the parameter."""
     f_NF = model(x).reshape(num_samples, -1)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    found: dict[str, list[Tensor]] = {name: [] for name, _ in named}
-    for number in f_NF.flatten():
-        gradients = torch.autograd.grad(number, [p for _, p in named], retain_graph=True, allow_unused=True)
-        for (name, p), gradient in zip(named, gradients, strict=True):
-            found[name].append(torch.zeros_like(p).flatten() if gradient is None else gradient.flatten())
-    return {name: torch.stack(rows).view(*f_NF.shape, -1) for name, rows in found.items()}
+    return {name: rows.view(*f_NF.shape, -1) for name,
+            rows in gradients(model, f_NF.flatten()).items()}
 
 
 def loss_derivatives(loss: Loss, output: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
-    """(N x F, N x F x F): the first and second derivative of the loss with respect to each sample's
-    output.
-    """
+    """(N x F, N x F x F): first and second derivative of the loss by each sample's output."""
     f = output.detach().requires_grad_()
     (d,) = torch.autograd.grad(loss(f), f, create_graph=True)
     d_NF = d.reshape(num_samples, -1)
@@ -60,10 +63,21 @@ def ggn_blocks(J: dict[str, Tensor], H_NFF: Tensor) -> dict[str, Tensor]:
     return {name: torch.einsum("nfp,nfg,ngq->npq", J_NFP, H_NFF, J_NFP) for name, J_NFP in J.items()}
 
 
+def ggn(model: nn.Module, output: Callable[[int], Tensor], loss: Callable[[int, Tensor], Tensor],
+        num_samples: int) -> dict[str, Tensor]:
+    """The same from one scalar loss of each sample, which need not be an index of one output."""
+    blocks: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for n in range(num_samples):
+        f_F = output(n).flatten()
+        J = gradients(model, f_F)
+        H_FF = torch.autograd.functional.hessian(lambda f, n=n: loss(n, f), f_F.detach())
+        for name, J_FP in J.items():
+            blocks[name].append(J_FP.T @ H_FF @ J_FP)
+    return {name: torch.stack(each) for name, each in blocks.items()}
+
+
 def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor, *, rows_together: bool = True) -> dict[str, Tensor]:
-    """P x P of every parameter; a row at a time for operations that torch cannot differentiate
-    twice for many rows (group norm).
-    """
+    """P x P of every parameter; a row at a time where torch needs it (group norm)."""
     value = loss(model(x))
     blocks = {}
     for name, p in model.named_parameters():
@@ -102,9 +116,7 @@ def kronecker_factors(rows_NTI: Tensor, J_NFTO: Tensor, H_NFF: Tensor, sharing: 
 
 
 def recursion_of_averages(modules: list[nn.Module], x: Tensor, H_NFF: Tensor) -> list[Tensor]:
-    """Gbar at the output of every module of a chain, first module first, from dense Jacobians of
-    each module at each sample.
-    """
+    """Gbar at the output of every module of a chain, from dense Jacobians of each sample."""
     inputs = [x]
     for module in modules:
         inputs.append(module(inputs[-1]).detach())

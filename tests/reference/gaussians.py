@@ -12,9 +12,7 @@ Matrix = npt.NDArray[np.float64]
 
 def log_likelihood(x_TK: Matrix, train_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int, *, floor: float,
                    fewest: int) -> Matrix:
-    """T x P: log density of each row of `x_TK` under a diagonal Gaussian of each state's training
-    frames.
-    """
+    """T x P: log density of rows under a diagonal Gaussian of each state's training frames."""
     result = np.empty((len(x_TK), num_pdfs))
     for pdf in range(num_pdfs):
         mine = [row for row, state in zip(train_TK, pdf_T, strict=True) if state == pdf]

@@ -18,9 +18,7 @@ from ngsgd.asr.lang.topology import Topology
 
 def best(topology: Topology, loglik_TP: npt.NDArray[np.float32], *, word_cost: Mapping[tuple[str, ...], float], silence_prob: float,
          max_words: int) -> tuple[float, tuple[str, ...]]:
-    """(cost, words) of the cheapest sequence of at most `max_words`; `word_cost` holds that of
-    every sequence allowed.
-    """
+    """(cost, words) of the cheapest sequence of at most `max_words`, and costs of allowed ones."""
     found = [(word_cost[words] + _acoustic(topology, loglik_TP, words, silence_prob), words)
              for length in range(max_words + 1) for words in itertools.product(topology.words, repeat=length) if words in word_cost]
     return min(found)

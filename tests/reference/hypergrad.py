@@ -19,9 +19,7 @@ Layers = dict[str, list[Tensor]]
 
 
 def unrolled(task: TrainingTask, plan: HyperparameterPlan) -> tuple[Tensor, dict[str, Tensor]]:
-    """(validation loss, its gradient w.r.t. each of the plan's tensors and by the start), by
-    autograd through every step.
-    """
+    """(validation loss, its gradient w.r.t. plan and start), by autograd through every step."""
     leaves = {name: value.clone().requires_grad_() for name, value in plan.tensors().items()}
     start = {name: p.double().clone().requires_grad_() for name, p in task.start.items()}
     value = task.validation(train(task, leaves, start, plan.num_jobs))

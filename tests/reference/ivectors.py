@@ -27,9 +27,7 @@ def _stacked(M_IDS: Array, covariance_IDD: Array, gaussian_T: list[int], weight_
 
 def posterior(M_IDS: Array, covariance_IDD: Array, mean_S: Array, frames_TD: Array, gaussian_T: list[int],
               weight_T: list[float]) -> tuple[Array, Array]:
-    """(mean, covariance) of x, whose prior is N(mean_S, I), by conditioning the joint Gaussian of x
-    and all frames.
-    """
+    """(mean, covariance) of x, by conditioning the joint Gaussian of x and all frames."""
     B, noise = _stacked(M_IDS, covariance_IDD, gaussian_T, weight_T)
     gain = B.T @ np.linalg.inv(B @ B.T + noise)
     return mean_S + gain @ (frames_TD.reshape(-1) - B @ mean_S), np.eye(len(mean_S)) - gain @ B
@@ -48,9 +46,7 @@ def log_likelihood(M_IDS: Array, covariance_IDD: Array, mean_S: Array, prior_SS:
 
 def running_means(frames_TD: Array, *, window: int, before: list[Array], most_before: int, global_mean_D: Array,
                   most_global: int) -> Array:
-    """T x D: the mean over the window up to each frame, earlier utterances' mean and the global one
-    counted as so many frames.
-    """
+    """T x D: mean up to each frame, with earlier utterances and the global mean as frames."""
     earlier = np.concatenate(before) if before else np.zeros((0, frames_TD.shape[1]))
     means = []
     for t in range(len(frames_TD)):
@@ -85,9 +81,7 @@ def pruned_posterior(log_I: Array, num_gselect: int, min_post: float) -> Array:
 
 
 def estimate(M_IDS: Array, covariance_IDD: Array, prior_offset: float, count_I: Array, first_ID: Array, max_count: float) -> Array:
-    """The i-vector from statistics, without its prior mean; the prior is counted more often beyond
-    `max_count` frames.
-    """
+    """The i-vector without its prior mean; the prior counts more beyond `max_count` frames."""
     dim = M_IDS.shape[2]
     scale = max(count_I.sum(), max_count) / max_count if max_count else 1.0
     quadratic, linear = scale * np.eye(dim), scale * prior_offset * np.eye(dim)[0]

@@ -13,9 +13,7 @@ from ngsgd import OnlineNaturalGradient
 
 
 class KroneckerReference:
-    """What the gradient has to be: scales * Yhat^T Xhat, of rows [X | 1] and dY; for a Conv1d X are
-    the spliced inputs.
-    """
+    """scales * Yhat^T Xhat, of rows [X | 1] and dY; for a Conv1d X are the spliced inputs."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, has_bias: bool) -> None:
         self.has_bias = has_bias

@@ -17,9 +17,7 @@ Array = npt.NDArray[np.float64]
 
 
 def dilated(layer: nn.Linear, x_TD: Tensor, offsets: Sequence[int]) -> Tensor:
-    """An affine layer over spliced frames as a dilated convolution; only outputs whose frames are
-    all there.
-    """
+    """An affine layer over spliced frames as a dilated convolution, without padding."""
     step = offsets[1] - offsets[0] if len(offsets) > 1 else 1
     assert list(offsets) == list(range(offsets[0], offsets[-1] + 1, step)), "a convolution has evenly spaced taps"
     kernel = layer.weight.detach().double().view(len(layer.weight), len(offsets), -1).transpose(1, 2)
@@ -28,9 +26,7 @@ def dilated(layer: nn.Linear, x_TD: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def frame_by_frame(network: nn.Sequential, frames: Array, t: int) -> Array:
-    """The logits of a TDNN or TDNN-F in test mode at frame `t`, by recursion from the output;
-    frames repeat at the edges.
-    """
+    """The logits of a TDNN or TDNN-F in test mode at frame `t`; frames repeat at the edges."""
     *time_layers, output = network.children()
 
     def value(depth: int, at: int) -> Array:
@@ -85,9 +81,7 @@ def lda(rows_ND: Array, pdf_N: npt.NDArray[np.int64], *, within_class_factor: fl
 
 
 def split_targets(counts: Sequence[float], num_subclasses: int, power: float, min_count: float) -> list[int]:
-    """GetSplitTargets by looking through all classes each time; a class that is full is skipped for
-    good.
-    """
+    """GetSplitTargets by looking through all classes each time that are not full."""
     targets, is_open = [1] * len(counts), [True] * len(counts)
     while sum(targets) < num_subclasses and any(is_open):
         best = max((pdf for pdf in range(len(counts)) if is_open[pdf]), key=lambda pdf: counts[pdf] ** power / targets[pdf])

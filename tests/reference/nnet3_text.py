@@ -24,9 +24,7 @@ Component = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """Nodes by name: input (dim), component (component, descriptor) and output (descriptor);
-    components by name.
-    """
+    """Nodes by name: input (dim), component (component, descriptor), output (descriptor)."""
 
     input_dims: dict[str, int]
     nodes: dict[str, tuple[str, str]]
@@ -207,9 +205,7 @@ def _propagated(c: Component, x: Array) -> Array:
 
 
 def to_binary(model: Model, text: str) -> bytes:
-    """The model in binary form, as the Write functions of Kaldi's components write it; `text` gives
-    the lines of nodes.
-    """
+    """The model as the Write functions of Kaldi write it; `text` gives the lines of nodes."""
     lines = text[len("<Nnet3> \n"):text.index("\n\n")]
     written = [b"\0B<Nnet3> \n", lines.encode(), b"\n\n<NumComponents> ", _integer(len(model.components))]
     for name, component in model.components.items():

@@ -59,3 +59,18 @@ class DenseFisher:
         floor = max(self.epsilon, self.delta * np.sqrt(c).max())
         self.d = np.maximum(np.sqrt(c) - rho, floor)               # (28) with rho before its floor
         self.rho = max(rho, floor)
+
+
+class DensePolar(DenseFisher):
+    """Without the floor of each single eigenvalue; a bound of the largest one is in that of rho."""
+
+    def update(self, X: Array, eta: float) -> None:
+        N, D = X.shape
+        T = eta * X.T @ X / N + (1 - eta) * self.F
+        Y = self.R @ T
+        c, U = np.linalg.eigh(Y @ Y.T)
+        S = U @ np.diag(np.sqrt(c)) @ U.T
+        rho = (np.trace(T) - np.trace(S)) / (D - len(c))
+        self.R = np.diag(c**-0.5) @ U.T @ Y
+        self.d = np.sqrt(c) - rho
+        self.rho = max(rho, self.epsilon, 5e-4 * float(np.sum(c**4)) ** 0.125)

@@ -16,9 +16,7 @@ UPDATE_SPEED = 0.125
 
 
 def one_step(weight: Array, scale: float) -> Array:
-    """`weight` after one step of gradient descent; a matrix with more rows than columns is
-    constrained by its columns.
-    """
+    """`weight` after one step; a matrix of more rows than columns is constrained by columns."""
     if weight.shape[0] > weight.shape[1]:
         return one_step(weight.T, scale).T
     M, num_rows = weight, weight.shape[0]
@@ -39,9 +37,7 @@ def one_step(weight: Array, scale: float) -> Array:
 
 
 def deviation(weight: Array, scale: float) -> float:
-    """The largest |singular value / scale - 1|; scale < 0: relative to the root mean square of the
-    singular values.
-    """
+    """The largest |singular value / scale - 1|; scale < 0: relative to their RMS."""
     sigma = np.linalg.svd(weight, compute_uv=False)
     wanted = scale if scale > 0.0 else float(np.sqrt(np.mean(sigma**2)))
     return float(np.abs(sigma / wanted - 1.0).max())

@@ -25,10 +25,18 @@ def weighted_mean(vectors: Sequence[Array], weights: Sequence[float]) -> Array:
                      for element in range(len(vectors[0]))])
 
 
+def float32_mean(vectors: Sequence[npt.NDArray[np.float32]], weights: Sequence[float]) -> npt.NDArray[np.float32]:
+    """The bits that the package promises: a sum in float64 in the order of jobs, rounded once."""
+    total = np.zeros(len(vectors[0]))
+    for number, (w, x) in enumerate(zip(weights, vectors, strict=True)):
+        term = x.astype(np.float64) * (w / float(sum(weights)))
+        # not 0 + term, which would make a zero of -0
+        total = total + term if number else term
+    return total.astype(np.float32)
+
+
 def block_momentum(model: Array, moves: Sequence[Array], etas: Sequence[float], zeta: float, *, nesterov: bool) -> Path:
-    """Chen and Huo, ICASSP 2016: Delta_t = eta_t Delta_{t-1} + zeta G_t; W_t = W_{t-1} + Delta_t;
-    B_t = W_t + eta_t Delta_t.
-    """
+    """Chen and Huo 2016: Delta = eta Delta + zeta G; W = W + Delta; B = W + eta Delta."""
     W, Delta, path = model.copy(), np.zeros_like(model), []
     for G, eta in zip(moves, etas, strict=True):
         B = W.copy()
@@ -41,9 +49,7 @@ def block_momentum(model: Array, moves: Sequence[Array], etas: Sequence[float], 
 
 
 def diloco(model: Array, moves: Sequence[Array], lr: float, momentum: float) -> Path:
-    """arXiv 2311.08105, Algorithm 1, with Nesterov's momentum as Sutskever et al. write it for a
-    gradient -G.
-    """
+    """arXiv 2311.08105, Algorithm 1, with Nesterov's momentum for a gradient -G."""
     theta, buffer, path = model.copy(), np.zeros_like(model), []
     for G in moves:
         for element in range(len(model)):
@@ -55,9 +61,7 @@ def diloco(model: Array, moves: Sequence[Array], lr: float, momentum: float) -> 
 
 
 def moving_average(models: Sequence[Array], decay: float) -> Array:
-    """E = a_t E + (1 - a_t) W with a_t = min(decay, 1 - 1/t), t = 1, 2, ..: the mean of the models
-    until that is long enough.
-    """
+    """E = a_t E + (1 - a_t) W with a_t = min(decay, 1 - 1/t), t = 1, 2, .."""
     E = np.zeros_like(models[0])
     for t, W in enumerate(models, start=1):
         a = min(decay, 1.0 - 1.0 / t)

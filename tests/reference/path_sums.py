@@ -16,9 +16,7 @@ Array = npt.NDArray[np.float64]
 
 
 def matrix(graph: StateGraph) -> Array:
-    """S x S: weight of going from i to j; before that a path may jump, with weight leak, to a state
-    drawn from restart.
-    """
+    """S x S: weight from i to j, after a jump, with weight leak, to a state drawn from restart."""
     A = np.zeros((graph.num_states, graph.num_states))
     for source, target, log_weight in zip(graph.source_A, graph.target_A, graph.log_weight_A, strict=True):
         A[source, target] += np.exp(log_weight)

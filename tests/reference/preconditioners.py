@@ -18,9 +18,7 @@ from tests.reference.curvature import loss_derivatives
 
 
 def at_layer(model: nn.Module, layer: nn.Module, x: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
-    """(the layer's input, N x F x shape of a sample's layer output: the Jacobian of the outputs
-    with respect to the layer's).
-    """
+    """(input of the layer, N x F x shape of its output: the Jacobian of the model's outputs)."""
     seen: list[Tensor] = []
     handle = layer.register_forward_hook(lambda module, args, output: seen.extend((args[0].detach(), output)))
     f_NF = model(x).reshape(num_samples, -1)
@@ -45,9 +43,7 @@ def input_rows(layer: nn.Module, x: Tensor) -> Tensor:
 
 def derivative_rows(model: nn.Module, layer: nn.Module, loss: Callable[[Tensor], Tensor], x: Tensor, *, num_rows: int,
                     exact: bool) -> tuple[Tensor, Tensor]:
-    """(N x T x I, V x N x T x O): F = 1/R sum over vectors and samples; for a loss that is a mean
-    over R rows.
-    """
+    """(N x T x I, V x N x T x O) of F = 1/R sum over vectors and samples; R rows."""
     a, J = at_layer(model, layer, x, len(x))
     J_NFTO = J.flatten(3).transpose(2, 3) if isinstance(layer, nn.Conv1d) else J.reshape(*J.shape[:2], -1, J.shape[-1])
     d_NF, H_NFF = loss_derivatives(loss, model(x), len(x))
@@ -97,9 +93,7 @@ def fisher(a_NTI: Tensor, e_VNTO: Tensor, *, num_rows: int) -> Tensor:
 
 
 def ekfac(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor, damping: float, *, num_rows: int, sharing: str) -> Tensor:
-    """U diag(U^T F U)^-1 U^T g with U = U_B (x) U_A and F of frames ("expand") or of samples
-    ("reduce").
-    """
+    """U diag(U^T F U)^-1 U^T g with U = U_B (x) U_A and F of frames or of samples."""
     A, B = kronecker_factors(a_NTI, e_VNTO, num_rows=num_rows, sharing=sharing)
     U = torch.kron(torch.linalg.eigh(B)[1].contiguous(), torch.linalg.eigh(A)[1].contiguous())
     if sharing == "expand":

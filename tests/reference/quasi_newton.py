@@ -51,9 +51,7 @@ def _second(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> Te
 
 
 def psgd_full(Q: Tensor, v: Tensor, h: Tensor, mu: float) -> Tensor:
-    """Li 2018, equation 30 for triangular matrices: Q - mu / max|t| t Q, t = triu(Q h h^T Q^T -
-    Q^-T v v^T Q^-1).
-    """
+    """Li 2018, equation 30: Q - mu / max|t| t Q, t = triu(Q h h^T Q^T - Q^-T v v^T Q^-1)."""
     inverse = torch.linalg.inv(Q)
     t = (Q @ torch.outer(h, h) @ Q.T - inverse.T @ torch.outer(v, v) @ inverse).triu()
     moved: Tensor = Q - mu / float(t.abs().max()) * t @ Q

@@ -1,7 +1,4 @@
-"""The hold-one-out natural gradient from its definition in float64: one D x D inverse for each row.
-
-Appendix A of arXiv 1410.7455; slow on purpose, and nothing here is shared with the package.
-"""
+"""The hold-one-out natural gradient (arXiv 1410.7455, appendix A): a D x D inverse for each row."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ Array = npt.NDArray[np.float64]
 
 
 def precondition_by_definition(X: Array, alpha: float) -> Array:
-    """Xbar (N x D, N > 1): each row times the inverse Fisher matrix of the other rows, all rescaled
-    to the norm of X.
-    """
+    """Rows times the inverse Fisher matrix of the others, rescaled to the norm of X."""
     N, D = X.shape
     lam = alpha / (N * D) * np.trace(X @ X.T)                                          # (8)
     Xhat = np.empty_like(X)

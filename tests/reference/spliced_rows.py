@@ -13,9 +13,7 @@ from ngsgd import OnlineNaturalGradient
 
 
 def index_at(t: int, num_frames: int, padding_mode: str) -> int | None:
-    """Which input frame stands at position t, which may be outside of 0 .. num_frames - 1; None: a
-    zero.
-    """
+    """The input frame at position t, which may be outside of the frames; None: a zero."""
     if 0 <= t < num_frames:
         return t
     if padding_mode == "reflect":
@@ -28,9 +26,7 @@ def index_at(t: int, num_frames: int, padding_mode: str) -> int | None:
 
 def spliced_rows(x: Tensor, num_frames_out: int, *, taps: int, stride: int, left_padding: int, dilation: int,
                  padding_mode: str) -> Tensor:
-    """(B T) x (C K): what the kernel sees at each output frame, channel by channel, in each of them
-    tap by tap.
-    """
+    """(B T) x (C K): what the kernel sees at each output frame, channel by channel."""
     rows = []
     for sequence in x.double():
         for t in range(num_frames_out):
@@ -50,13 +46,11 @@ def derivative_rows(dY: Tensor) -> Tensor:
 
 
 class FilterReference:
-    """Other convolutions: rows of P = [dW | db], then rows of the transpose of the output
-    (TimeHeightConvolutionComponent).
-    """
+    """Other convolutions: rows of P = [dW | db], then rows of the transposed output."""
 
     def __init__(self, num_columns: int, num_filters: int, *, has_bias: bool) -> None:
         self.has_bias = has_bias
-        self.filters, self.columns = (OnlineNaturalGradient(min(80, (dim + 1) // 2), update_period=1, num_minibatches_history=4)
+        self.filters, self.columns = (OnlineNaturalGradient(min(80, (dim + 1) // 2), update_period=4, num_minibatches_history=4)
                                       for dim in (num_columns + has_bias, num_filters))
 
     def gradient(self, dW: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:

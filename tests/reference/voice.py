@@ -14,9 +14,7 @@ Array = npt.NDArray[np.float64]
 
 
 def moved_and_stretched(x: Array, ratio: float, length: int, size: int, num_ceps: int) -> Array:
-    """Speech with its envelope moved from ratio * f to f, stretched to `length` samples; windows of
-    `size`.
-    """
+    """Speech with its envelope moved from ratio * f to f, stretched to `length` samples."""
     hop, num_bins = size // 4, size // 2 + 1
     window = [0.5 - 0.5 * math.cos(2 * math.pi * n / size) for n in range(size)]
     spectra = [[z * g for z, g in zip(X, _gains(X, ratio, size, num_ceps, _floor(x, size, hop, window)), strict=True)]

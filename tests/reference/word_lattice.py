@@ -1,7 +1,4 @@
-"""All paths of a decoding graph through a few frames, one by one; float64.
-
-Letters: T frames, P pdfs.
-"""
+"""All paths of a decoding graph through a few frames (T) of P pdfs, one by one; float64."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ class FullPath(NamedTuple):
     words: tuple[tuple[int, str], ...]
 
 
-def paths(
-    graph: Graph, loglik_TP: npt.NDArray[np.float64], acoustic_scale: float
-) -> list[FullPath]:
+def paths(graph: Graph, loglik_TP: npt.NDArray[np.float64],
+          acoustic_scale: float) -> list[FullPath]:
     """Every path that ends in a final state."""
     arcs: dict[int, list[graphs.Arc]] = {}
     for arc in graphs.arcs(graph):
@@ -62,9 +58,8 @@ def best_sequences(found: list[FullPath]) -> list[tuple[float, tuple[str, ...]]]
     return sorted((cost, words) for words, cost in best.items())
 
 
-def confidences(
-    sequences: list[tuple[float, tuple[str, ...]]], hypothesis: tuple[str, ...]
-) -> list[float]:
+def confidences(sequences: list[tuple[float, tuple[str, ...]]],
+                hypothesis: tuple[str, ...]) -> list[float]:
     """For each word of the hypothesis the probability of all sequences that have it, aligned."""
     least = min(cost for cost, _ in sequences)
     total = sum(math.exp(least - cost) for cost, _ in sequences)

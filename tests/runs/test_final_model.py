@@ -18,11 +18,11 @@ from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import sealed, sha256, unsealed
 from ngsgd.launcher import cli
 from ngsgd.models.growing import Stage, set_stage, utterance_logits
-from ngsgd.pipeline.finish import wanted_for_combination
+from ngsgd.pipeline.run import wanted_for_combination
 from ngsgd.runs import config_file
 from ngsgd.runs.final_model import DIGESTS, load_final, save_final
 from ngsgd.runs.run_folder import RunFolder, with_digest
-from ngsgd.tasks.frames import stages_of
+from ngsgd.tasks.speech import stages_of
 from tests import toy
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -73,9 +73,6 @@ def test_only_models_of_the_last_stage_are_combined(tmp_path: Path) -> None:
     assert wanted_for_combination(config, run.schedule, stages_of(config, run.reader)) == (5,)
     plain = replace(config, model=ModelConfig())
     assert wanted_for_combination(plain, run.schedule, stages_of(plain, run.reader)) == (5, 4, 3)
-
-
-# Damage -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -92,12 +92,10 @@ def test_another_machine_compares_the_data(config: RunConfig, folder: RunFolder,
     assert known_archives(config, folder) is None
 
 
-def test_other_settings_prepare_other_data(config: RunConfig, folder: RunFolder) -> None:
+def test_other_settings_and_sequences_prepare_other_data(config: RunConfig, folder: RunFolder) -> None:
+    assert known_archives(config, folder) is not None
     fewer = dataclasses.replace(config, egs=dataclasses.replace(config.egs, samples_per_iter=1000))
     assert known_archives(fewer, folder) is None
-
-
-def test_archives_of_sequences_are_made_from_the_corpus(config: RunConfig, folder: RunFolder) -> None:
     assert known_archives(dataclasses.replace(config, objective=ObjectiveConfig(kind="lfmmi")), folder) is None
 
 

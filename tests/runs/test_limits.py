@@ -21,7 +21,6 @@ from ngsgd.runs import limits
 def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepared(*_: object, **__: object) -> Any:
         raise AssertionError("data was made")
-
     monkeypatch.setattr(corpus, "prepare", prepared)
     monkeypatch.setattr(prepare, "with_alignment", prepared)
 

@@ -15,9 +15,9 @@ from ngsgd.errors import CheckpointError, DataError, RunLockedError
 from ngsgd.files import DIGEST, keep_digest, matches_digest
 from ngsgd.launcher.console import run_guarded
 from ngsgd.runs import config_file
+from ngsgd.runs.config_file import read_config
 from ngsgd.runs.failure_record import write_record
 from ngsgd.runs.run_folder import RunFolder, require_unchanged, run_name
-from ngsgd.runs.saved_config import read_config
 
 
 @pytest.fixture
@@ -87,7 +87,6 @@ def test_a_full_disk_is_an_error_with_the_folder_and_leaves_none_behind(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     config = RunConfig(output_dir=str(tmp_path / "runs"))
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(os, "fsync", full)
@@ -95,7 +94,6 @@ def test_a_full_disk_is_an_error_with_the_folder_and_leaves_none_behind(
     def train() -> int:
         RunFolder.create(config, config_file.to_yaml(config))
         return 0
-
     assert run_guarded(train) == DataError.exit_code
     assert str(tmp_path / "runs") in capsys.readouterr().err
     assert list((tmp_path / "runs").iterdir()) == []

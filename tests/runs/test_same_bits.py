@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from ngsgd import interface
 from ngsgd.config import ClusterConfig, RunConfig
-from ngsgd.errors import CheckpointError
+from ngsgd.errors import CheckpointError, FingerprintError
 from ngsgd.launcher.commands import info
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder
@@ -77,12 +78,18 @@ def test_other_code_is_refused_with_ray_too_but_another_machine_is_not(tmp_path:
         _resumed(_with_workers(2, "ray"), folder)
 
 
-def test_a_run_of_before_is_resumed_with_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    folder = RunFolder(tmp_path)
+def test_checkpoints_without_a_fingerprint_are_refused_unless_that_is_allowed(tmp_path: Path) -> None:
+    folder = _begun(tmp_path, _with_workers(2))
     (folder.checkpoints / "iter-000003").mkdir(parents=True)
-    bits, told = _resumed(_with_workers(4), folder)
-    assert len(told) == 1 and bits.num_threads == 2 and bits.differences == []
+    folder.fingerprint.unlink()
+    with pytest.raises(FingerprintError, match="allow-other-bits"), interface.command_line():
+        _resumed(_with_workers(2), folder)
+    bits, _ = _resumed(_with_workers(2), folder, allow=True)
+    # reported as an incident, and known from here on
+    assert len(bits.differences) == 1
+    bits.agreement.refusal(bits.agreement.wanted)
+    bits.keep(4)
+    assert _resumed(_with_workers(2), folder)[0].differences == []
 
 
 def test_a_run_without_results_is_resumed_without_a_notice(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import sealed, sha256
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import info
-from ngsgd.models import custom
+from ngsgd.models import build
 from ngsgd.pipeline import run as composition
 from ngsgd.runs import config_file, trust
+from ngsgd.runs.config_file import read_config
 from ngsgd.runs.final_model import DIGESTS, open_final, save_final
 from ngsgd.runs.run_folder import RunFolder, with_digest
-from ngsgd.runs.saved_config import read_config
 from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration
@@ -88,8 +88,7 @@ def finished() -> Path:
 
 
 def make_run(folder: Path, model: ModelConfig, config: RunConfig | None = None) -> Path:
-    """The folder of a run that has ended, whose config.yaml and final model both name the module.
-    """
+    """A run that has ended, whose config.yaml and final model both name the module."""
     config = replace(config or toy.config(), data=replace(toy.config().data, corpus="kaldi", source="nowhere"),
                      tracking=replace(toy.config().tracking, kind="none"))
     shutil.copytree(finished(), folder)
@@ -155,12 +154,12 @@ def test_with_trust_the_module_is_imported(attacker: Path, tmp_path: Path, words
 def without_data(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Runs that would be trained, after their module was imported; no data is made."""
     ran: list[RunConfig] = []
-    monkeypatch.setattr(composition, "require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
+    monkeypatch.setattr(composition, "require_model", lambda config, *_: config.model._target_ and build.find_custom(config.model))
     monkeypatch.setattr(composition, "EgsReader", lambda *_: None)
 
     def train(run: composition.Run) -> Any:
         if run.config.model._target_:
-            custom.find(run.config.model)
+            build.find_custom(run.config.model)
         ran.append(run.config)
         return final_report()
 
@@ -168,7 +167,6 @@ def without_data(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     class Data:
         egs_directory: str = ""
         rungs: tuple[str, ...] = ()
-
     monkeypatch.setattr(composition, "prepare", lambda *_, **__: Data())
     monkeypatch.setattr(composition.Run, "train", train)
     return ran
@@ -300,10 +298,9 @@ def test_the_environment_allows_it_in_python(attacker: Path, tmp_path: Path, mon
 def test_a_folder_of_modules_is_never_in_front_of_installed_packages(attacker: Path) -> None:
     (attacker / "colorsys.py").write_text("raise SystemExit('the wrong one')")
     sys.modules.pop("colorsys", None)
-    custom.find(GADGETS["module"](attacker))
+    build.find_custom(GADGETS["module"](attacker))
     assert sys.path[-1] == str(attacker)
     import colorsys
-
     assert os.path.dirname(colorsys.__file__) != str(attacker)
 
 

@@ -8,17 +8,15 @@ from ngsgd.sequence.graph import StateGraph
 
 
 def random_graph(seed: int, num_states: int = 4, num_classes: int = 3, leak: float = 0.0) -> StateGraph:
-    """About half of all arcs, some states in which nothing begins or ends; weights do not sum to
-    one.
-    """
+    """About half of all arcs, some states without begin or end; weights do not sum to one."""
     random = np.random.default_rng(seed)
     source, target = np.nonzero(random.random((num_states, num_states)) < 0.5)
     log_initial, log_final = random.normal(size=(2, num_states))
     log_initial[random.random(num_states) < 0.4] = -np.inf
     log_final[random.random(num_states) < 0.4] = -np.inf
     log_initial[0], log_final[-1] = 0.0, -0.5
-    graph = StateGraph(random.integers(num_classes, size=num_states), source, target, random.normal(size=len(source)),
-                       log_initial, log_final)
+    pdf_S, weights = random.integers(num_classes, size=num_states), random.normal(size=len(source))
+    graph = StateGraph(pdf_S, source, target, weights, log_initial, log_final)
     return graph.with_leak(leak) if leak else graph
 
 
@@ -29,5 +27,6 @@ def digit_like_graph(seed: int, num_states: int, num_classes: int) -> StateGraph
     target = np.concatenate([[state, *random.integers(num_states, size=3)] for state in range(num_states)])
     initial = np.full(num_states, -np.inf)
     initial[0] = 0.0
-    return StateGraph(random.integers(num_classes, size=num_states), source, target, np.full(len(source), np.log(0.25)), initial,
-                      np.zeros(num_states))
+    pdf_S = random.integers(num_classes, size=num_states)
+    log_weight = np.full(len(source), np.log(0.25))
+    return StateGraph(pdf_S, source, target, log_weight, initial, np.zeros(num_states))

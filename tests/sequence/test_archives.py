@@ -1,6 +1,4 @@
-"""Archives of sequences: every frame once, spliced as for decoding, in an order that seed, outer
-iteration and job decide.
-"""
+"""Archives of sequences: every frame once, spliced; order by seed, outer iteration and job."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from ngsgd.schedules import Shard
 from ngsgd.sequence.archives import Outputs, SequenceMinibatch, SequenceReader, prepare_sequences
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.ngram import state_ngram
-from ngsgd.sequence.numerators import Chains, chain_of
+from ngsgd.sequence.objectives import Chains, chain_of
 from tests import toy
 
 TRAIN = toy.frame_set(1000, 1)
@@ -32,13 +30,13 @@ def denominator(step: int) -> StateGraph:
 
 
 def reader(folder: Path, train: FrameSet = TRAIN, chunk_frames: int = 0, outputs: Outputs | None = None) -> SequenceReader:
-    frames = EgsReader(prepare_archives(train, toy.frame_set(200, 2), toy.config().egs, num_classes=toy.NUM_CLASSES, digest="toy",
-                                        cache_root=folder))
+    egs = prepare_archives(train, toy.frame_set(200, 2), toy.config().egs,
+                           num_classes=toy.NUM_CLASSES, digest="toy", cache_root=folder)
     graph = denominator((outputs or Outputs()).frame_subsampling)
     graph = graph.anywhere() if chunk_frames else graph
     directory = prepare_sequences(train, graph, samples_per_iter=300, chunk_frames=chunk_frames, cache_root=folder,
                                   digest=sha256(train.pdf_T.tobytes()).hexdigest(), outputs=outputs)
-    return SequenceReader(directory, frames)
+    return SequenceReader(directory, EgsReader(egs))
 
 
 def all_of(found: SequenceReader, *, seed: int = 0, size: int = 120) -> list[SequenceMinibatch]:
@@ -50,11 +48,17 @@ BESIDE = replace(TRAIN, side=Side(np.random.default_rng(3).normal(size=(150, 2))
                                   np.random.default_rng(4).integers(150, size=1000).astype(np.int32)))
 
 
+EXPECTED = torch.from_numpy(np.concatenate(list(spliced_utterances(TRAIN, 2, 1))))
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("train", [TRAIN, BESIDE])
 @pytest.mark.parametrize("chunk_frames", [0, 20])
 def test_every_frame_is_met_once_with_its_context_and_label(tmp_path: Path, chunk_frames: int, train: FrameSet) -> None:
-    found = reader(tmp_path, train, chunk_frames=chunk_frames)
-    minibatches = all_of(found)
+    minibatches = all_of(reader(tmp_path, train, chunk_frames=chunk_frames))
     expected = torch.from_numpy(np.concatenate(list(spliced_utterances(train, 2, 1))))
     labels = torch.from_numpy(TRAIN.pdf_T).long()
     place = {row.numpy().tobytes(): at for at, row in enumerate(expected)}
@@ -71,8 +75,7 @@ def test_every_frame_is_met_once_with_its_context_and_label(tmp_path: Path, chun
 @pytest.mark.parametrize("chunk_frames", [0, 20])
 def test_a_pass_has_the_outputs_of_every_frame_in_sequences_of_every_third(tmp_path: Path, chunk_frames: int) -> None:
     found = reader(tmp_path, chunk_frames=chunk_frames, outputs=Outputs(3, 4))
-    expected = torch.from_numpy(np.concatenate(list(spliced_utterances(TRAIN, 2, 1))))
-    place = {row.numpy().tobytes(): at for at, row in enumerate(expected)}
+    place = {row.numpy().tobytes(): at for at, row in enumerate(EXPECTED)}
     graph = denominator(3).anywhere() if chunk_frames else denominator(3)
     seen = []
     for minibatch in all_of(found):
@@ -91,9 +94,8 @@ def test_a_pass_has_the_outputs_of_every_frame_in_sequences_of_every_third(tmp_p
         seen += order.tolist()
     assert sorted(seen) == list(range(1000))
     # frames are stored once
-    stored = sum(path.stat().st_size for path in found.directory.glob("*.safetensors"))
-    usual = sum(path.stat().st_size for path in reader(tmp_path, chunk_frames=chunk_frames).directory.glob("*.safetensors"))
-    assert stored < 2 * usual
+    usual = reader(tmp_path, chunk_frames=chunk_frames)
+    assert bytes_of(found.directory) < 2 * bytes_of(usual.directory)
 
 
 def test_the_order_is_decided_by_the_seed_and_a_pass_can_be_taken_up_in_the_middle(tmp_path: Path) -> None:
@@ -111,8 +113,7 @@ def test_sequences_that_are_not_in_the_graph_are_skipped_and_counted(tmp_path: P
     pdf_T = TRAIN.pdf_T.copy()
     pdf_T[57:114] = np.arange(57) % 2 * 5  # 0 5 0 5: in no other utterance
     found = reader(tmp_path, replace(TRAIN, pdf_T=pdf_T))
-    assert found.index.num_left_out == 1
-    assert sum(found.index.num_frames) == 1000 - 57
+    assert (found.index.num_left_out, sum(found.index.num_frames)) == (1, 1000 - 57)
     with pytest.raises(DataError, match="no path"):
         reader(tmp_path, replace(TRAIN, pdf_T=(np.arange(1000) % 2 * 5).astype(np.int32)))
 

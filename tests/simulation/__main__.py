@@ -13,18 +13,47 @@ import json
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED
-from ngsgd.launcher.signals import StopFlag, signals_ignored, signals_to
 from tests.simulation.campaign import Verdict, run_seeds, share_of_seeds, simulator
 
 _DEFAULT_SEEDS = 100
 _POLL_S = 1.0
+
+
+class StopFlag:
+    """A stop request, set by a signal; the second signal ends the process.
+
+    The code of a seed may take a KeyboardInterrupt as a request to itself.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def handle(self, _signum: int, _frame: FrameType | None) -> None:
+        if self._is_set:
+            os._exit(EXIT_INTERRUPTED)
+        self._is_set = True
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
 
 
 @dataclass
@@ -49,15 +78,12 @@ class Tally:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the seeds; the exit code is 1 if one failed.
-
-    Ctrl-C and SIGTERM stop after the current seed of each process.
-    """
+    """Run the seeds; the exit code is 1 if one failed. A signal stops after the current seed."""
     options = _options(arguments)
     if options.seed is not None:
         return _replay(options)
     tally, began, stop = Tally(), time.perf_counter(), StopFlag()
-    with signals_to(stop):
+    with _handled_by(stop.handle):
         for verdict in _verdicts(options, stop):
             tally.add(verdict)
             if verdict.problems and not options.json:
@@ -133,7 +159,7 @@ def _verdicts(options: argparse.Namespace, stop: StopFlag) -> Iterator[Verdict]:
     processes = [context.Process(target=share_of_seeds, args=(options, number, share, os.getpid(), results, stopped), daemon=True)
                  for number, share in enumerate(shares)]
     # a signal may be sent to all processes, as by Ctrl-C; only this one handles it
-    with signals_ignored():
+    with _handled_by(signal.SIG_IGN):
         for process in processes:
             process.start()
     try:

@@ -137,11 +137,7 @@ def setting_of(scenario: Scenario) -> str:
 
 @contextmanager
 def simulator(*, audits_all: bool = False) -> Iterator[Simulator]:
-    """Provide a simulator, with its disk in memory where there is one.
-
-    Args:
-        audits_all: audit every job, in longer runs.
-    """
+    """Provide a simulator, with its disk in memory where there is one."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="ngsgd-faults-", dir=memory if os.access(memory, os.W_OK) else None))
     torch.set_num_threads(1)
@@ -158,9 +154,7 @@ def simulator(*, audits_all: bool = False) -> Iterator[Simulator]:
 
 def run_seeds(first: int, count: int | None, seconds: float | None, step: int = 1, *,
               audits_all: bool = False, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[Verdict]:
-    """Run seeds until a number or a time is over, or a stop is requested; failed ones are
-    shrunk.
-    """
+    """Run seeds until a number or a time is over, or a stop is requested; shrink failed ones."""
     began, seed = time.perf_counter(), first
     with simulator(audits_all=audits_all) as one:
         while (not is_stopped() and (count is None or seed < first + count * step)

@@ -107,11 +107,8 @@ def _message(life: Life) -> str:
 
 
 def _lost_commits(trial: Trial) -> Iterator[str]:
-    """A process must continue after the newest commit that was durable when it started.
-
-    If only some checkpoints contain the state of jobs, it continues after the newest one of these.
-    """
-    interval = trial.config.job_states_interval
+    """A process must continue after the newest durable commit with the state of jobs."""
+    interval = trial.scenario.job_states_interval
     for life in trial.lives:
         first = life.first_job
         if first and first.outer_iter <= life.acknowledged // interval * interval:
@@ -196,7 +193,7 @@ def _leftovers(trial: Trial) -> Iterator[str]:
     # a power cut may bring back removed files
     is_removable = _is_removable(trial) and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
     # the newest two with the state of jobs may be older
-    num_to_keep = trial.config.checkpoint.num_to_keep + 2 * (trial.config.job_states_interval > 1)
+    num_to_keep = trial.config.checkpoint.num_to_keep + 2 * (trial.scenario.job_states_interval > 1)
     if len(kept) > num_to_keep + len(trial.lives) - 1 and is_removable:
         yield f"{len(kept)} checkpoints are left"
     manifest = trial.folder / "final" / "model.json"

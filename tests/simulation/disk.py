@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,18 +51,15 @@ class SimulatedDisk:
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self._prefix = self.root + os.sep
-        self.world = World()
+        self.world, self.has_locks = World(), True
         # descriptor -> path
         self.open_files: dict[int, str] = {}
-        self.has_locks = True
-        # called after a checkpoint got its name, with its path
+        # called after a checkpoint got its name, and after a folder was synced, with the path
         self.on_rename: Callable[[str], None] = lambda path: None
-        # called after a folder was synced
         self.on_sync: Callable[[str], None] = lambda path: None
         self._record: Disk | None = None
-        # calls that still fail because the disk is full
-        self._full_for = 0
-        self._names = 0
+        # calls that still fail because the disk is full, and temporary names so far
+        self._full_for = self._names = 0
         self._host = "host-1"
 
     def begin(self, world: World, *, records: bool, has_locks: bool) -> None:
@@ -79,20 +77,17 @@ class SimulatedDisk:
         self._full_for, self._host = 0, host
 
     def end_process(self, keep: Mapping[int, str]) -> list[str]:
-        """Close what the ended process had open, except for files of another one.
-
-        Returns:
-            Paths of the files that it left open.
-        """
+        """Close what the ended process had open, except for files of another one; return paths."""
         left = []
         for descriptor, path in list(self.open_files.items()):
             if descriptor in keep:
                 continue
             del self.open_files[descriptor]
             # a file object may have closed the descriptor since
-            if _path_of(descriptor).startswith(self._prefix):
-                left.append(path)
-                _REAL["close"](descriptor)
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith(self._prefix):
+                    left.append(path)
+                    _REAL["close"](descriptor)
         return left
 
     def cut_power(self, kind: str) -> None:
@@ -109,8 +104,6 @@ class SimulatedDisk:
                 with _OPEN(path, "wb") as file:
                     file.write(data)
         self._record = Disk.of(Path(self.root))
-
-    # Points ---------------------------------------------------------------------------------------
 
     def _enter(self, kind: str, path: str) -> bool:
         """Count a call that changes files; return True if it may do only a part of its work."""
@@ -164,8 +157,6 @@ class SimulatedDisk:
             return os.path.join(folder, name) if folder else ""
         return name if name.startswith(self._prefix) else ""
 
-    # Calls ----------------------------------------------------------------------------------------
-
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         name = self._below(path, dir_fd)
         if not name or flags & os.O_TMPFILE == os.O_TMPFILE:
@@ -192,13 +183,7 @@ class SimulatedDisk:
         self.open_files.pop(descriptor, None)
         _REAL["close"](descriptor)
 
-    def write(self, descriptor: int, data: Any) -> int:
-        return self._write(descriptor, data, None)
-
-    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        return self._write(descriptor, data, offset)
-
-    def _write(self, descriptor: int, data: Any, offset: int | None) -> int:
+    def write(self, descriptor: int, data: Any, offset: int | None = None) -> int:
         name = self.open_files.get(descriptor)
         if name is not None:
             if self._enter("write", name):
@@ -211,6 +196,8 @@ class SimulatedDisk:
         if offset is None:
             return int(_REAL["write"](descriptor, data))
         return int(_REAL["pwrite"](descriptor, data, offset))
+
+    pwrite = write
 
     def ftruncate(self, descriptor: int, size: int) -> None:
         name = self.open_files.get(descriptor)
@@ -247,13 +234,7 @@ class SimulatedDisk:
         if name:
             self._did("link", self._below(old), name)
 
-    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        self._remove("unlink", path, dir_fd)
-
-    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        self._remove("rmdir", path, dir_fd)
-
-    def _remove(self, kind: str, path: Any, dir_fd: int | None) -> None:
+    def _remove(self, kind: str, path: Any, *, dir_fd: int | None = None) -> None:
         name = self._below(path, dir_fd)
         is_there = bool(name) and os.path.lexists(name)
         if is_there:
@@ -261,6 +242,9 @@ class SimulatedDisk:
         _REAL[kind](path, dir_fd=dir_fd)
         if is_there:
             self._did(kind, name)
+
+    unlink = partialmethod(_remove, "unlink")
+    rmdir = partialmethod(_remove, "rmdir")
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         name = self._below(path, dir_fd)
@@ -292,16 +276,10 @@ class SimulatedDisk:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
         _FLOCK(descriptor, how)
 
-    # Other sources of nondeterminism --------------------------------------------------------------
-
     def _uuid(self) -> uuid.UUID:
         self._names += 1
         # the first digits become a part of temporary names
         return uuid.UUID(int=self._names << 96)
-
-    def _identity(self) -> dict[str, Any]:
-        return {"host": self._host, "boot_id": "boot", "pid_namespace": "namespace", "user": 0, "process_id": 100,
-                "start_time": 1}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -319,22 +297,19 @@ class SimulatedDisk:
                 replace(module, "serialize_file", self._serialize_file)
             replace(uuid, "uuid4", self._uuid)
             replace(secrets, "token_hex", lambda size=16: f"{self._uuid().hex:.{2 * size}}")
-            replace(time, "time", self._wall_time)
+            replace(time, "time", lambda: 1.7e9 + self.world.now)
             replace(time, "strftime", lambda form, *moment: "20260101-000000")
-            replace(time, "sleep", self._sleep)
-            replace(process_identity, "current", self._identity)
+            # the world of the present trial
+            replace(time, "sleep", lambda seconds: self.world.advance(seconds))  # noqa: PLW0108
+            replace(process_identity, "current", lambda: {
+                "host": self._host, "boot_id": "boot", "pid_namespace": "namespace", "user": 0,
+                "process_id": 100, "start_time": 1})
             # averaging of twelve parameters needs no threads
             replace(os, "cpu_count", lambda: 1)
             # queues a stack trace for CUDA in each call otherwise
             replace(torch, "manual_seed", torch.default_generator.manual_seed)
             replace(deferred, "ThreadPoolExecutor", lambda *arguments, **others: _InlineExecutor(self.world))
             yield
-
-    def _sleep(self, seconds: float) -> None:
-        self.world.advance(seconds)
-
-    def _wall_time(self) -> float:
-        return 1.7e9 + self.world.now
 
     def _serialize_file(self, tensors: Any, filename: Any, metadata: Any = None) -> None:
         try:
@@ -404,13 +379,6 @@ class _LaterFuture(Future[Any]):
         return super().result(timeout)
 
 
-def _path_of(descriptor: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
-
-
 def _remove_tree(path: str) -> None:
     """Remove a directory, whatever is installed."""
     for entry in os.scandir(path):
@@ -419,5 +387,3 @@ def _remove_tree(path: str) -> None:
         else:
             _REAL["unlink"](entry.path)
     _REAL["rmdir"](path)
-
-

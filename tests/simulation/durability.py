@@ -121,8 +121,7 @@ class Disk:
         return folder.names[name]
 
     def _find_renamed(self, operation: Operation) -> None:
-        """Applies a rename that was not recorded: safetensors renames by another system call.
-        """
+        """Applies a rename that was not recorded, as by another system call of safetensors."""
         node = self._by_inode.get(operation.inode)
         if node is None or operation.kind in ("create", "mkdir"):
             return

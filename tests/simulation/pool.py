@@ -7,12 +7,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ngsgd.cluster.restarts import Restarts, distrusted
 from ngsgd.errors import ClusterError, DamagedArchiveError
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer
 from ngsgd.pipeline.services import PoolRequest
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef
@@ -81,13 +82,6 @@ class _Worker:
     is_quarantined: bool = False
 
 
-@dataclass(order=True)
-class _Event:
-    at: float
-    number: int
-    happen: Callable[[], None] = field(compare=False)
-
-
 def _key(job: Job) -> tuple[int, int, int]:
     return job.outer_iter, job.job, job.repeat
 
@@ -103,8 +97,9 @@ class FaultyPool:
         self.layout = FlatLayout.of(task.model())
         self._on_wait, self._on_submit = on_wait, on_submit
         self._num_failures, self._num_hangs = num_failures, num_hangs
-        self._restarts = Restarts(self.settings.failure.max_restarts_per_hour, world.clock)
-        self._events: list[_Event] = []
+        self._restarts = Restarts(scenario.max_restarts, world.clock)
+        # (time, number, effect)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._outcomes: list[Outcome] = []
         # (outer iteration, job, repetition) -> the attempt that the coordinator waits for
@@ -118,10 +113,8 @@ class FaultyPool:
         self._workers: list[_Worker] = []
         self.is_closed = False
 
-    # Protocol of pools ----------------------------------------------------------------------------
-
     def start(self) -> None:
-        self._workers = [_Worker(index, self.world.now + self._start_s(), self._next())
+        self._workers = [_Worker(index, self.world.now + self._start_s(), next(self._numbers))
                          for index in range(self.settings.cluster.num_workers)]
         ready = max(worker.ready_at for worker in self._workers)
         timeout_s = self.settings.cluster.wait_for_workers_s
@@ -146,7 +139,7 @@ class FaultyPool:
         ref.vector = np.full_like(ref.vector, np.nan)
         self._refs.discard(ref)
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> None:
+    def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo) -> bool:
         for result in results:
             if digest(result.sent.read()) != result.digest:
                 self.world.report(f"a damaged result of outer iteration {result.job.outer_iter} was averaged")
@@ -157,6 +150,7 @@ class FaultyPool:
                     self._delivered.pop(_key(one.job), None)
                 raise ResultsLost([JobFailure(one.job, one.worker, "its result is lost", True, from_outside=True)
                                    for one in lost])
+        return False
 
     def num_idle(self) -> int:
         return sum(map(self._is_idle, self._workers))
@@ -198,7 +192,10 @@ class FaultyPool:
         self.world.note("submit", *job.identity)
         if not job.repeat:
             self._on_submit(job)
-            self._require_new_attempt(job)
+            # a roll-back begins again at 1
+            last = self._last_failure.pop((job.outer_iter, job.job), 0)
+            if job.attempt <= last and self.settings.failure.on_divergence == "stop":
+                self.world.report(f"attempt {job.attempt} began after attempt {last} had failed")
         self._num_allocated += 1
         self._begin(job, self._workers[worker])
 
@@ -222,12 +219,12 @@ class FaultyPool:
             self._poll_fault(fault)
         until = self.world.now + timeout_s
         while not self._outcomes:
-            if not self._events or self._events[0].at > until:
+            if not self._events or self._events[0][0] > until:
                 self.world.advance(max(0.0, until - self.world.now))
                 return None
-            event = heapq.heappop(self._events)
-            self.world.advance(max(0.0, event.at - self.world.now))
-            event.happen()
+            at, _, happen = heapq.heappop(self._events)
+            self.world.advance(max(0.0, at - self.world.now))
+            happen()
         outcome = self._outcomes.pop(0)
         self.world.note("outcome", type(outcome).__name__, *outcome.job.identity, outcome.worker)
         return outcome
@@ -257,12 +254,6 @@ class FaultyPool:
     def close(self) -> None:
         self.is_closed = True
 
-    def _require_new_attempt(self, job: Job) -> None:
-        """Report an attempt with the number of one that failed; a roll-back begins again at 1."""
-        last = self._last_failure.pop((job.outer_iter, job.job), 0)
-        if job.attempt <= last and self.settings.failure.on_divergence == "stop":
-            self.world.report(f"attempt {job.attempt} began after attempt {last} had failed")
-
     def _require_hung(self, worker: _Worker) -> None:
         """Report a kill of a worker that makes progress: slow workers are kept."""
         running, timeout_s = worker.running, self.settings.failure.hang_timeout_s
@@ -273,8 +264,6 @@ class FaultyPool:
         if running and running.hangs_at == math.inf and 2 * running.minibatch_s + counted_s < timeout_s:
             self.world.report("a worker was killed although it made progress")
 
-    # Events ---------------------------------------------------------------------------------------
-
     def num_unreleased(self) -> int:
         """Vectors that nobody released."""
         return len(self._refs)
@@ -284,11 +273,8 @@ class FaultyPool:
             raise Killed
         return self.world.due(where)
 
-    def _next(self) -> int:
-        return next(self._numbers)
-
     def _after(self, seconds: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, _Event(self.world.now + seconds, self._next(), happen))
+        heapq.heappush(self._events, (self.world.now + seconds, next(self._numbers), happen))
 
     def _for_process(self, worker: _Worker, happen: Callable[[], None]) -> Callable[[], None]:
         """Return an event that does nothing if the process is gone by then."""
@@ -354,7 +340,7 @@ class FaultyPool:
     def _die(self, worker: _Worker, reason: str, *, from_outside: bool = False) -> None:
         """End a worker process; another one replaces it."""
         running, worker.running = worker.running, None
-        worker.process = self._next()
+        worker.process = next(self._numbers)
         worker.is_hung = False
         if not worker.is_quarantined and self._restarts.allow(worker.index, reason):
             worker.ready_at = self.world.now + self._start_s()
@@ -367,34 +353,27 @@ class FaultyPool:
 
     def _finish(self, worker: _Worker, running: _Running) -> None:
         """Train the job, and send its result."""
-        worker.running = None
-        fault = running.fault
+        worker.running, what = None, running.fault.what if running.fault else ""
+        value = running.fault.value if running.fault else 0.0
         result = self._result(worker, running)
-        if fault is None:
-            self._after(_LATENCY_S, lambda: self._deliver(result))
-        elif fault.what == "lost":
-            # the worker waits for an acknowledgment that never comes
-            worker.running, running.hangs_at = running, self.world.now
-        elif fault.what == "late":
-            worker.running, running.hangs_at = running, self.world.now
 
-            def arrive() -> None:
-                if worker.running is running:
-                    worker.running = None
-                self._deliver(result)
-            self._after(fault.value, arrive)
-        elif fault.what == "duplicate":
-            self._after(_LATENCY_S, lambda: self._deliver(result))
-            self._after(fault.value, lambda: self._deliver(result))
-        elif fault.what == "damage":
+        def arrive() -> None:
+            if worker.running is running:
+                worker.running = None
+            self._deliver(self._not_finite(result) if what == "not finite" else result)
+        if what in ("lost", "late"):
+            # the worker waits for an acknowledgment that never comes, or comes late
+            worker.running, running.hangs_at = running, self.world.now
+        if what == "damage":
             vector = result.sent.read()
-            vector.view(np.uint32)[min(int(fault.value * len(vector)), len(vector) - 1)] ^= np.uint32(1 << 22)
-            self._after(_LATENCY_S, lambda: self._deliver(result))
-        elif fault.what == "not finite":
-            self._after(_LATENCY_S, lambda: self._deliver(self._not_finite(result)))
-        else:
+            place = min(int(value * len(vector)), len(vector) - 1)
+            vector.view(np.uint32)[place] ^= np.uint32(1 << 22)
+        if what != "lost":
+            self._after(value if what == "late" else _LATENCY_S, arrive)
+        if what == "duplicate":
+            self._after(value, arrive)
+        elif what == "kill after":
             # dies after its message was sent
-            self._after(_LATENCY_S, lambda: self._deliver(result))
             self._after(2 * _LATENCY_S, self._for_process(worker, lambda: self._die(worker, "killed by SIGKILL")))
 
     def _result(self, worker: _Worker, running: _Running) -> JobResult:
@@ -431,7 +410,7 @@ class FaultyPool:
         for fault in self.world.lasting("worker"):
             if fault.at == worker.index:
                 # the same bit every time, or others
-                at = int(fault.value) if fault.what == "wrong bit" else self._next()
+                at = int(fault.value) if fault.what == "wrong bit" else next(self._numbers)
                 end.view(np.uint32)[at % len(end)] ^= np.uint32(1 << at % 20)
                 self.world.occur(fault)
 
@@ -458,7 +437,9 @@ class FaultyPool:
             return
         elif self._delivered.get(key) is not outcome:
             self.world.note("zombie", *job.identity)
-            self._free(outcome)
+            for ref in (outcome.sent, outcome.own):
+                if isinstance(ref, SimulatedRef) and ref.released_at is None:
+                    self.release(ref)
             if key not in self._delivered:
                 return
         if is_current and isinstance(outcome, JobResult):
@@ -473,11 +454,6 @@ class FaultyPool:
             self._num_hangs[place] += outcome.from_outside
             self._last_failure[place] = job.attempt
         self._outcomes.append(outcome)
-
-    def _free(self, result: JobResult) -> None:
-        for ref in (result.sent, result.own):
-            if isinstance(ref, SimulatedRef) and ref.released_at is None:
-                self.release(ref)
 
     def _poll_fault(self, fault: Fault) -> None:
         """Let a fault happen while the coordinator waits."""
@@ -502,7 +478,7 @@ class FaultyPool:
     def _shift(self, seconds: float) -> None:
         """Stop all processes together for some time."""
         self.world.advance(seconds)
-        self._events = [_Event(event.at + seconds, event.number, event.happen) for event in self._events]
+        self._events = [(at + seconds, number, happen) for at, number, happen in self._events]
         for worker in self._workers:
             worker.ready_at += seconds
             if worker.running:

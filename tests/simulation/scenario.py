@@ -17,8 +17,7 @@ from tests.simulation.world import Fault
 _OUTER: Sequence[dict[str, Any]] = (
     {"kind": "average"}, {"kind": "bmuf"}, {"kind": "bmuf", "gain": 1.5}, {"kind": "diloco"},
     {"kind": "average", "ema_decay": 0.5}, {"kind": "average", "overlap": True}, {"kind": "bmuf", "overlap": True},
-    {"kind": "streaming", "num_fragments": 2}, {"kind": "streaming", "num_fragments": 2, "fragment_delay": 1,
-                                                "fragment_mixing": 0.5})
+    {"kind": "streaming", "num_fragments": 2}, {"kind": "streaming", "num_fragments": 2, "overlap": True})
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,11 @@ class Scenario:
     num_minibatches: int       # of a shard
     minibatch_s: float
     has_locks: bool = True
+    # outer iterations between two checkpoints with the vectors of jobs; a run on Ray has 20, more
+    # than a trial has outer iterations
+    job_states_interval: int = 1
+    # of each worker in an hour; -1: no limit
+    max_restarts: int = 60
     # output directory -> its configuration
     built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
 
@@ -56,7 +60,8 @@ class Scenario:
             "failure": {"policy": policy, "max_attempts": random.choice((2, 3, 3, 6)),
                         "on_repeated_crash": random.choice(("quarantine", "quarantine", "stop")),
                         "hang_timeout_s": random.choice((2.0, 3.0, 10.0)),
-                        "max_restarts_per_hour": random.choice((60, 60, 3, -1)),
+                        # no setting
+                        "max_restarts": random.choice((60, 60, 3, -1)),
                         "on_divergence": random.choice(("stop", "halve"))},
             "checkpoint": {"num_to_keep": random.choice((1, 2, 3))},
             "egs": {"on_corrupt": random.choice(("stop", "quarantine"))},
@@ -64,26 +69,26 @@ class Scenario:
             "tracking": {"kind": "none"}}
         if settings["schedule"]["load_balancing"] != "time":
             del settings["schedule"]["sync_interval_s"]
+        max_restarts = settings["failure"].pop("max_restarts")
         return cls(random.randrange(1 << 16), settings, random.choice((2, 3, 4)), random.choice((1, 2)),
-                   random.choice((2, 4, 6)), random.choice((0.05, 0.3)), random.random() < 0.8)
+                   random.choice((2, 4, 6)), random.choice((0.05, 0.3)), random.random() < 0.8, max_restarts=max_restarts)
 
     def config(self, output_dir: str) -> RunConfig:
         """The complete configuration of a run from Python."""
         if output_dir not in self.built:
-            self.built[output_dir] = self._build(output_dir)
+            settings = {**self.settings, "output_dir": output_dir}
+            config, problems = build(merged(defaults(), settings))
+            assert not problems, problems
+            task = replace(config.task, _target_=FROM_PYTHON + "task")
+            self.built[output_dir] = replace(config, task=task)
         return self.built[output_dir]
-
-    def _build(self, output_dir: str) -> RunConfig:
-        config, problems = build(merged(defaults(), {**self.settings, "output_dir": output_dir}))
-        assert not problems, problems
-        return replace(config, task=replace(config.task, _target_=FROM_PYTHON + "task"))
 
     def compressed(self, random: random.Random) -> Scenario:
         """Draw the compression of deltas, and how often its state is in a checkpoint."""
         if random.random() >= _COMPRESSED or self.settings["outer"]["kind"] == "streaming":
             return self
         changed = self._with("cluster", compression=random.choice(("int8", "sparse", "sparse")))
-        return changed._with("checkpoint", job_states_interval=random.choice((1, 1, 2, 5)))
+        return replace(changed, job_states_interval=random.choice((1, 1, 2, 5)))
 
     def audited(self, random: random.Random) -> Scenario:
         """Draw whether and how often jobs are audited; other settings stay."""
@@ -137,13 +142,7 @@ _SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 
 
 def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
-    """Draw the faults of a trial.
-
-    Args:
-        random: source of the seed.
-        counts: how often each point occurs without faults.
-        scenario: the run.
-    """
+    """Draw the faults of a trial; `counts` is how often each point occurs without faults."""
     number = min(40, 1 + int(random.expovariate(1 / random.choice((2, 5, 12)))))
     # results are lost only with workers that keep them, which jobs with state exclude
     of_mean = 0.0 if scenario.jobs_keep_state else 0.5

@@ -81,13 +81,10 @@ def _targets() -> Vector:
 
 def train_job(job: Job, layout: FlatLayout, seed: int, num_minibatches: int, task: SimulatedTask
               ) -> tuple[Vector, tuple[WorkItem, ...], dict[str, Any] | None]:
-    """Run the first `num_minibatches` minibatches of a job.
+    """Run the first minibatches of a job; return (end or delta, work left, Fisher estimates).
 
     The result depends on every field of the job that may change a real result, except the attempt
     and the worker.
-
-    Returns:
-        (parameters at the end or their delta, work that was not done, Fisher estimates at the end).
     """
     x = initial_parameters(job.start, layout).copy()
     start = x.copy()

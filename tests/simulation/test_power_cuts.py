@@ -1,5 +1,4 @@
-"""Files of a run survive a power cut after any earlier death: bugs that the fault simulation found.
-"""
+"""Files of a run survive a power cut after any earlier death: bugs that were found."""
 
 from __future__ import annotations
 

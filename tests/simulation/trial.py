@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint, FingerprintFile
 from ngsgd.config import RunConfig
@@ -14,9 +15,9 @@ from ngsgd.errors import NgsgdError, QuarantineError, RunInterrupted, RunLockedE
 from ngsgd.files import read_log
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.task_run import TaskRun, new_task_run
+from ngsgd.runs.config_file import read_config
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder
-from ngsgd.runs.saved_config import read_config
 from ngsgd.training.job import Job
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.pool import FaultyPool
@@ -29,6 +30,8 @@ _LIMIT_S = 48 * 3600.0
 _GRACE_S = 5.0
 # an operator restarts the run after so long
 _RESTART_S = 30.0
+_ENDINGS = {Killed: "killed", RunInterrupted: "stopped", RunLockedError: "locked",
+            QuarantineError: "no data"}
 
 
 @dataclass
@@ -98,8 +101,9 @@ class Trial:
         self.disk.on_rename, self.disk.on_sync = self._see_rename, self._see_sync
         limit = 3 + 2 * len(self.faults)
         try:
-            while len(self.lives) < limit and not self._live(f"host-{len(self.lives)}"):
-                self.world.advance(_RESTART_S)
+            with patch.object(RunConfig, "job_states_interval", self.scenario.job_states_interval):
+                while len(self.lives) < limit and not self._live(f"host-{len(self.lives)}"):
+                    self.world.advance(_RESTART_S)
         except NoProgressError as error:
             self.world.report(str(error))
             self.disk.end_process({})
@@ -177,18 +181,12 @@ class Trial:
 
     def _judge_error(self, life: Life, error: BaseException) -> None:
         """Name the end of a process, and report an end that a user could not act on."""
-        life.ending = "error"
-        if isinstance(error, Killed):
-            life.ending = "killed"
-        elif isinstance(error, RunInterrupted):
-            life.ending = "stopped"
-        elif isinstance(error, RunLockedError):
-            life.ending = "locked"
-        elif isinstance(error, QuarantineError):
-            life.ending = "no data"
-        elif isinstance(error, (NgsgdError, OSError)):
+        endings = (ending for kind, ending in _ENDINGS.items() if isinstance(error, kind))
+        life.ending = next(endings, "")
+        if not life.ending and isinstance(error, (NgsgdError, OSError)):
+            life.ending = "error"
             self.world.note("error", type(error).__name__, str(error).replace(self.disk.root, "")[:300])
-        else:
+        elif not life.ending:
             life.ending = "crash"
             self.world.report(f"a process ended with {type(error).__name__}: {error}")
 
@@ -202,8 +200,6 @@ class Trial:
                           self.num_hangs)
         self._pools.append(pool)
         return pool
-
-    # Observations ---------------------------------------------------------------------------------
 
     def _on_submit(self, job: Job) -> None:
         if self._current.first_job is None:
@@ -223,8 +219,6 @@ class Trial:
             for name in [name for name in self._renamed if (Path(path) / name).is_dir()]:
                 self.acknowledged = max(self.acknowledged, int(name.removeprefix("iter-")))
             self._renamed.clear()
-
-    # Faults of the coordinator --------------------------------------------------------------------
 
     def _on_wait(self, fault: Fault) -> None:
         if fault.what == "kill":

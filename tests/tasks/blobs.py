@@ -1,6 +1,4 @@
-"""A classification task of a user, as a module that `task=` names and as functions for
-`ngsgd.train`.
-"""
+"""A classification task, as a module for `task=` and functions for `ngsgd.train`."""
 
 from __future__ import annotations
 

@@ -21,5 +21,4 @@ def make_task(folder: str) -> DatasetTask:
         if not file.exists():
             file.write_text(json.dumps(dict(os.environ)))
         return blobs.mean_loss(model, batch)
-
     return DatasetTask(blobs.dataset(), blobs.make_model, loss, shard_size=240, num_eval_examples=50)

@@ -197,8 +197,7 @@ VALID: dict[str, Any] = {
     "list": [(X[i], int(Y[i])) for i in range(20)], "own class": Rows(size=20), "torch Dataset": TorchRows(size=20),
     "Subset": Subset(TorchRows(), range(20)), "TensorDataset": TensorDataset(X[:20], Y[:20]), "fraction": 0.25,
     "Subset of own class": Subset(cast("Any", Rows()), range(20)), "NumPy number": np.float32(0.25),
-    "tuple": tuple(Rows(size=20)[i] for i in range(20)),
-}
+    "tuple": tuple(Rows(size=20)[i] for i in range(20))}
 
 
 def make_task(**options: Any) -> DatasetTask:

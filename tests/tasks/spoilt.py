@@ -18,12 +18,7 @@ MARK = 1000.0
 
 
 def make_task(kind: str = "none") -> DatasetTask:
-    """A task with bad examples.
-
-    Args:
-        kind: "none"; "input" for NaN in two examples; "loss" for an infinite loss of two examples;
-            "gradient" for an infinite gradient.
-    """
+    """A task with NaN in two examples ("input"), an infinite "loss" or "gradient", or "none"."""
     x_ND, y_N = (tensor.clone() for tensor in blobs.dataset().tensors)
     if kind != "none":
         x_ND[list(BAD)] = {"input": torch.nan, "loss": MARK, "gradient": MARK}[kind]

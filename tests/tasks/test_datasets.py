@@ -143,7 +143,6 @@ def test_a_loss_of_several_numbers_is_refused() -> None:
 def test_a_loss_that_contradicts_the_reduction_is_found(returned: str, declared: Any, is_wrong: bool) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         return torch.nn.functional.mse_loss(model(batch[0]), batch[0], reduction=returned)
-
     x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
     task = DatasetTask(TensorDataset(x), lambda: nn.Linear(3, 3), loss_fn, loss_reduction=declared)
     # a mean over examples and features is a mean; a sum over both is a sum

@@ -66,7 +66,6 @@ def test_a_model_whose_layers_are_not_known_is_refused_before_training(tmp_path:
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(6))
-
     run = Run(tmp_path, config(tracking=TrackingConfig(kind="none", curvature_frames=20)))
     with pytest.raises(ConfigError, match="Scale"):
         DeferredDiagnostics(Scale(), run.spec.task(), lambda record: None)

@@ -1,6 +1,4 @@
-"""Every entry point with odd examples, minibatches and functions: it trains right, or one typed
-error.
-"""
+"""Odd examples, minibatches and functions: training is right, or one typed error."""
 
 from __future__ import annotations
 
@@ -150,9 +148,6 @@ def test_the_command_line_has_no_third_outcome(table: str, tmp_path: Path, monke
             code = cli.main(words)
         said = capsys.readouterr().err
         assert (code in (2, 3) if table == "MISTAKES" else code == 0) and "Traceback" not in said, (name, said)
-
-
-# Tied parameters ----------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):

@@ -1,10 +1,7 @@
-"""Sequence objectives under the coordinator: they rise, jobs are averaged, resuming gives the same
-bits; rates of layers follow.
-"""
+"""Sequence objectives under the coordinator: they rise, and resuming changes no bit."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,7 @@ from ngsgd.sequence.archives import SequenceReader, prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
-from ngsgd.training.averaging.averaged_model import equalized_rates
 from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.worker import Worker
 from tests import toy
 from tests.data.test_fetching import FolderSource
@@ -29,8 +24,7 @@ from tests.data.test_fetching import FolderSource
 SCHEDULE: dict[str, Any] = {"num_epochs": 2.0, "minibatch_size": 150, "lr_initial": 0.003, "lr_final": 0.001}
 
 
-def run(folder: Path, kind: Any, *, num_jobs: int = 2, lr: float = 0.003,
-        equalize_layers: bool = False, **objective: Any) -> toy.Run:
+def run(folder: Path, kind: Any, *, num_jobs: int = 2, lr: float = 0.003, **objective: Any) -> toy.Run:
     train = toy.frame_set(3600, 1)
     labels = [train.pdf_T[begin:end] for begin, end in zip(train.offsets[:-1], train.offsets[1:], strict=True)]
     graph = state_ngram(labels, order=2).with_leak(0.1 if kind == "lfmmi" else 0.0)
@@ -40,7 +34,6 @@ def run(folder: Path, kind: Any, *, num_jobs: int = 2, lr: float = 0.003,
     schedule = ScheduleConfig(**SCHEDULE | {"lr_initial": lr, "num_jobs_initial": num_jobs, "num_jobs_final": num_jobs})
     config = toy.config(objective=ObjectiveConfig(kind=kind, acoustic_scale=1.0, **objective), schedule=schedule,
                         combination=CombinationConfig("none"))
-    config = replace(config, optimizer=replace(config.optimizer, equalize_layers=equalize_layers))
     return toy.Run(folder, config, SequenceData(str(directory), denominator))
 
 
@@ -75,11 +68,10 @@ def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: Any) -> None:
 
 @pytest.mark.slow
 def test_resuming_is_bitwise_identical_to_the_complete_run(tmp_path: Path) -> None:
-    """Rates of layers are part of the resumed state."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "stopped").mkdir()
-    whole = run(tmp_path / "whole", "lfmmi", equalize_layers=True).train()
-    stopped = run(tmp_path / "stopped", "lfmmi", equalize_layers=True)
+    whole = run(tmp_path / "whole", "lfmmi").train()
+    stopped = run(tmp_path / "stopped", "lfmmi")
 
     class StopAfterThree(NeverStop):
         def requested(self) -> bool:
@@ -88,15 +80,12 @@ def test_resuming_is_bitwise_identical_to_the_complete_run(tmp_path: Path) -> No
         stopped.train(stop=StopAfterThree())
     end = stopped.train()
     assert end.progress.outer_iter == whole.progress.outer_iter
-    assert end.progress.layer_rates == whole.progress.layer_rates != {}
     assert np.array_equal(end.parameters, whole.parameters)
 
 
 @pytest.mark.slow
 def test_a_rate_far_too_high_is_stopped_by_the_guards(tmp_path: Path) -> None:
-    """Limits on change keep even this one from overflowing; without them no job's result is
-    accepted.
-    """
+    """Limits on change keep this one from overflowing; without them no result is accepted."""
     limited = run(tmp_path, "lfmmi", lr=1e4)
     limited.train()
     assert all(np.isfinite(record.objf) for record in limited.recorder.records)
@@ -112,14 +101,3 @@ def test_a_worker_without_the_denominator_reports_it(tmp_path: Path) -> None:
     training = run(tmp_path, "lfmmi")
     with pytest.raises(ConfigError, match="objective=ce"):
         Worker(SpeechTaskSpec(training.config, str(training.egs)), 0)
-
-
-def test_rates_follow_relative_changes() -> None:
-    """Layer a moved by 1/10 and layer b by 1/40: rates 1/2 and 2, whose geometric mean is 1."""
-    layout = FlatLayout(("a.weight", "a.bias", "b.weight"), ((3,), (1,), (4,)))
-    before = np.array([1, 1, 1, 1, 2, 2, 2, 2], np.float32)
-    after = before + np.array([0.1, -0.1, 0.1, 0.1, 0.05, 0.05, 0.05, -0.05], np.float32)
-    # float32 differences
-    assert equalized_rates(layout, before, after, {}) == pytest.approx({"a": 0.5, "b": 2.0}, rel=1e-5)
-    assert equalized_rates(layout, before, after, {"a": 2.0, "b": 0.5}) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-5)
-    assert equalized_rates(layout, before, before, {"a": 2.0}) == {"a": 2.0}

@@ -80,7 +80,6 @@ def test_a_stream_may_be_longer_but_not_shorter_than_announced() -> None:
 def test_it_trains(tmp_path: Any) -> None:
     def open_fn(source: int) -> Source:
         return Source(source)
-
     task = StreamTask(range(3), open_fn, blobs.make_model, blobs.mean_loss, examples_per_source=LENGTHS,
                       valid=list(read(0)), metrics_fn=blobs.accuracy)
     run = ngsgd.train(task, num_workers=2, cluster="in_process", num_epochs=8, batch_size=10, lr=0.02,

@@ -58,9 +58,7 @@ def _method(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class Cuda:
-    """The functions of torch.cuda used by `ngsgd.training.devices`, and a record of the
-    calls.
-    """
+    """The functions of torch.cuda that `devices` uses, and a record of the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compute = self.current = Stream()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import nn
 
 from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError, RunInterrupted
+from ngsgd.pipeline.base_run import ClippedUpdates
 from ngsgd.tasks.frame_scores import average_posterior, diagnose, score_subset, summed_loss
 from ngsgd.training.storage.audit import audit
-from tests.toy import Recorder, Run, config
+from tests.launcher.records import outer_iteration
+from tests.toy import Run, StopAfter, config
 
 WEIGHTED = Minibatch(torch.randn(50, 7, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 4,
                      torch.rand(50, generator=torch.Generator().manual_seed(2)))
@@ -87,23 +90,12 @@ def test_every_record_has_the_scores_of_its_own_model(tmp_path: Path) -> None:
         assert record.diagnostics.keys() == {"dead_units/nonlinearity1", "dead_units/nonlinearity2"}
 
 
-class StopAtOnce:
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def requested(self) -> bool:
-        return len(self.recorder.records) >= 1
-
-    def expired(self) -> bool:
-        return False
-
-
 def test_a_stopped_run_has_logged_every_committed_outer_iteration(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(RunInterrupted):
-        run.train(stop=StopAtOnce(run.recorder))
+        run.train(stop=StopAfter(3))
     latest, _ = run.store.latest()
-    assert latest is not None
+    assert latest is not None and latest.progress.outer_iter < run.schedule.num_outer_iters - 1
     assert [record.outer_iter for record in run.recorder.records] == list(range(latest.progress.outer_iter + 1))
 
 
@@ -149,3 +141,17 @@ def test_a_damaged_archive_ends_a_run_by_default(tmp_path: Path) -> None:
     with pytest.raises(DamagedArchiveError, match=r"egs\.0001\.safetensors"):
         run.train()
     assert run.recorder.incidents == []
+
+
+@pytest.mark.parametrize(("shares", "num_warnings"), [
+    ((1.0, 0.6, 1.0, 0.3), 0), ((0.6, 0.65, 0.5), 0), ((0.5, 1.0, 0.95), 1),
+    ((1.0, 1.0, 1.0, 0.2, 1.0, 1.0), 1)])
+def test_two_outer_iterations_of_shortened_updates_warn_once(
+        shares: tuple[float, ...], num_warnings: int) -> None:
+    found: list[str] = []
+    tracker = ClippedUpdates(found.append)
+    for number, share in enumerate(shares):
+        record = outer_iteration(number)
+        jobs = tuple(replace(job, max_change_share=share) for job in record.jobs)
+        tracker.outer_iteration(replace(record, jobs=jobs))
+    assert len(found) == num_warnings

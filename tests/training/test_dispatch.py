@@ -1,6 +1,4 @@
-"""Who hangs and who does not, on a clock that the test moves: absences of the coordinator, and
-deaths that it caused itself.
-"""
+"""Who hangs and who does not, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from tests.toy import Run, config
 
 DEADLINE_S = 30.0
 POLL_S = 0.2
-
 
 
 class ScriptedPool(InProcessPool):
@@ -110,13 +107,31 @@ class Trial:
         return [line["event"] for line in read_json_lines(self.ledger_path)]
 
 
-def test_twenty_absences_of_the_coordinator_kill_no_worker(tmp_path: Path) -> None:
-    freezes = [step for _ in range(10) for step in (*_polls(2.0, BOTH_WORK), (60.0, {}), *_polls(25.0, {}))]
-    freezes += [step for _ in range(10) for step in (*_polls(2.0, BOTH_WORK), (5.0, {}), *_polls(20.0, {}))]
+def _absences(seconds: float, silent_s: float) -> list[tuple[float, Mapping[int, str]]]:
+    """Ten of the coordinator, after which the workers are silent."""
+    return [*_polls(2.0, BOTH_WORK), (seconds, {}), *_polls(silent_s, {})] * 10
+
+
+# polls, and the workers that are killed
+SCRIPTS: dict[str, tuple[list[tuple[float, Mapping[int, str]]], list[int]]] = {
     # who wakes 25 s after the coordinator is still in time
-    trial = Trial(tmp_path, [*freezes, *BOTH_DONE])
-    assert trial.pool.killed == [] and trial.incidents == []
-    assert len(trial.round.results) == 2
+    "twenty absences of the coordinator": ([*_absences(60.0, 25.0), *_absences(5.0, 20.0)], []),
+    "one is silent though the other works": (_polls(DEADLINE_S + 1.0, {0: "minibatch"}), [1]),
+    "all fall silent together": ([*_polls(1.0, BOTH_WORK), *_polls(60.0, {})], []),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_worker_that_hangs_is_killed_and_no_other(name: str, tmp_path: Path) -> None:
+    script, killed = SCRIPTS[name]
+    trial = Trial(tmp_path, [*script, *_polls(1.0, BOTH_WORK), *BOTH_DONE, *BOTH_DONE])
+    assert trial.pool.killed == killed and len(trial.round.results) == 2
+    assert trial.incidents == ["worker_died"] * len(killed)
+
+
+def test_workers_that_all_hang_for_good_are_killed_after_all(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, [*_polls(6 * DEADLINE_S, {}), *BOTH_DONE, *BOTH_DONE])
+    assert set(trial.pool.killed) == {0, 1}
 
 
 def test_a_worker_has_one_full_deadline_after_an_absence(tmp_path: Path) -> None:
@@ -138,23 +153,6 @@ def test_a_pause_of_the_coordinator_s_own_work_restarts_the_deadlines(tmp_path: 
     trial.dispatch.finish(again, None, lambda: None)
     trial.dispatch.ledger.close()
     assert trial.pool.killed == []
-
-
-def test_one_silent_worker_is_killed_though_the_other_works(tmp_path: Path) -> None:
-    script = [*_polls(DEADLINE_S + 1.0, {0: "minibatch"}), *BOTH_DONE, *BOTH_DONE]
-    trial = Trial(tmp_path, script)
-    assert trial.pool.killed == [1] and trial.incidents == ["worker_died"]
-    assert len(trial.round.results) == 2
-
-
-def test_workers_that_all_fall_silent_together_have_several_deadlines(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, [*_polls(1.0, BOTH_WORK), *_polls(60.0, {}), *_polls(1.0, BOTH_WORK), *BOTH_DONE])
-    assert trial.pool.killed == []
-
-
-def test_workers_that_all_hang_for_good_are_killed_after_all(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, [*_polls(6 * DEADLINE_S, {}), *BOTH_DONE, *BOTH_DONE])
-    assert set(trial.pool.killed) == {0, 1}
 
 
 def _hangs(times: int) -> list[tuple[float, Mapping[int, str]]]:
@@ -180,9 +178,3 @@ def test_kills_of_ours_do_not_bring_a_shard_nearer_to_quarantine(tmp_path: Path)
     trial = Trial(tmp_path, script)
     assert len(trial.pool.killed) == 2 and len(trial.round.results) == 2
     assert trial.incidents == ["worker_died"] * 4
-
-
-def test_crashes_of_a_worker_still_quarantine_a_shard(tmp_path: Path) -> None:
-    dies = [(POLL_S, {0: "dies", 1: "dies"})]
-    trial = Trial(tmp_path, [(POLL_S, {0: "done"}), *dies, *dies, *dies])
-    assert trial.incidents[-1] == "shard_quarantined" and len(trial.round.quarantined) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ from ngsgd.config import ClusterConfig, OptimizerConfig, RunConfig, check
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import Shard
 from ngsgd.sequence.objectives import SequenceObjective
-from ngsgd.tasks.frames import FrameClassification
-from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.tasks.speech import FrameClassification, SpeechTaskSpec
 from ngsgd.training.devices import Precision, autocast, set_precision
 from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
 from ngsgd.training.worker import Worker
@@ -73,7 +73,6 @@ def test_the_context_of_float32_and_tf32_does_nothing() -> None:
             assert (x @ x).dtype == torch.float32
 
 
-# ----------------------------------------------------------------------------------- without effect
 def test_tf32_on_cpus_is_refused_before_a_worker_starts() -> None:
     (problem,) = check(toy.config(cluster=ClusterConfig(device="cpu", precision="tf32")))
     assert "cluster.precision" in problem
@@ -91,19 +90,16 @@ def test_cuda_graphs_without_effect_are_refused(changes: dict[str, Any], words: 
     assert check(toy.config(**{**changes, "cluster": replace(changes["cluster"], cuda_graphs="auto")})) == []
 
 
-def test_cuda_graphs_are_refused_by_a_worker_that_finds_no_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "name"), [
+    (toy.config(cluster=ClusterConfig(kind="in_process", num_workers=1, cuda_graphs="on")),
+     "cluster.cuda_graphs"),
+    (config("tf32"), "cluster.precision")])
+def test_a_worker_that_finds_no_gpu_refuses_what_needs_one(
+        settings: RunConfig, name: str, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    settings = toy.config(cluster=ClusterConfig(kind="in_process", num_workers=1, cuda_graphs="on"))
-    with pytest.raises(ConfigError, match=r"cluster\.cuda_graphs"):
+    with pytest.raises(ConfigError, match=re.escape(name)):
         run(tmp_path, settings)
-
-
-def test_tf32_is_refused_by_a_worker_that_finds_no_gpu(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(ConfigError):
-        run(tmp_path, config("tf32"))
 
 
 class Gpu:
@@ -136,7 +132,6 @@ def test_a_gpu_without_the_format_is_refused(monkeypatch: pytest.MonkeyPatch, pr
         set_precision(precision, torch.device("cuda", 0))
 
 
-# -------------------------------------------------------------------------------------- fingerprint
 def test_the_fingerprint_distinguishes_precisions() -> None:
     plain, half = (Fingerprint.of_this_process(1, CPU, precision) for precision in ("float32", "bf16"))
     (line,) = plain.differences(half)

@@ -1,9 +1,8 @@
-"""Runs with a preconditioner: every method to its end on four jobs, each policy for what becomes of
-the curvature.
-"""
+"""Runs with a preconditioner: every method, and each policy for its curvature."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ngsgd.config import (
-    ClusterConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    check,
-    choices_of,
-    unused,
-    unused_in,
-)
+from ngsgd.config import ClusterConfig, OptimizerConfig, RunConfig, ScheduleConfig, check, choices_of, unused, unused_in
 from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, WITHOUT_MEAN
 from ngsgd.errors import RunInterrupted
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import make_preconditioner
-from tests.stops import StopAfter
-from tests.toy import Run, config, undisturbed
+from tests.toy import Run, StopAfter, config, undisturbed
 
 
 def used_by(kind: Any) -> set[str]:
@@ -56,8 +45,8 @@ def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ekfac", "kbfgs", "soap"])
-@pytest.mark.parametrize("averaging", ["keep", "average"])
+@pytest.mark.parametrize(("kind", "averaging"), [
+    ("ngsgd", "keep"), *itertools.product(["ekfac", "kbfgs", "soap"], ["keep", "average"])])
 def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: Any, averaging: str, tmp_path: Path) -> None:
     draws = {"fisher": "mc"} if "fisher" in used_by(kind) else {}
     settings = preconditioned(kind, 2, curvature_state=averaging, **draws)

@@ -14,9 +14,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "objective"), [("sgd", "ce"), ("ngsgd", "ce"), ("sgd", "lfmmi"), ("sgd", "smbr")])
 def test_no_minibatch_makes_the_worker_wait(tmp_path: Path, kind: str, objective: str) -> None:
-    """Places in ngsgd.optim and ngsgd.preconditioners have their own tests; a separate process,
-    as the device needs.
-    """
+    """A separate process, as the device needs; ngsgd.optim has its own tests."""
     done = subprocess.run([sys.executable, "-m", "tests.training.waits_of_a_job", kind, objective, str(tmp_path)],
                           cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

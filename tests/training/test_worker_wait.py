@@ -1,4 +1,4 @@
-"""The wait for workers that are missing: lines, signs of life, and its end."""
+"""The wait for workers that are missing, and a clock without the absences of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ngsgd.cluster.process import activity_of
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
 from ngsgd.training import worker_wait
-from ngsgd.training.worker_wait import WorkerWait
+from ngsgd.training.worker_wait import AwakeClock, WorkerWait
 from tests.tiers import HANGS_S
 from tests.toy import Run, config
 from tests.training.test_coordinator import FaultyPool, num_committed
@@ -94,3 +94,34 @@ def test_a_run_without_workers_reports_the_wait(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ClusterError, match=r"cluster\.wait_for_workers_s"):
         run.train(pool)
     assert any("0 of 2" in line for line in lines) and len(run.recorder.records) >= 2
+
+
+class _Time:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_steps_count_and_absences_count_as_the_longest_step() -> None:
+    time = _Time()
+    clock = AwakeClock(time, longest_step_s=1.0)
+    for step_s in (0.2, 1.0, 0.3):
+        time.now += step_s
+        assert clock.tick() == 0.0
+    assert clock.now == pytest.approx(1.5)
+    time.now += 60.0
+    assert clock.tick() == 59.0
+    assert clock.now == pytest.approx(2.5)
+    time.now += 0.5
+    assert clock.tick() == 0.0
+    assert clock.now == pytest.approx(3.0)
+
+
+def test_other_work_of_this_process_counts() -> None:
+    time = _Time()
+    clock = AwakeClock(time, longest_step_s=1.0)
+    time.now += 10.0
+    clock.catch_up()
+    assert clock.now == 10.0
+    assert clock.tick() == 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from benchmarks.gpu import machine
 from benchmarks.gpu.measurement import Failed, Measurement, Skipped
 from benchmarks.gpu.operations import OPERATIONS, Draw
-from benchmarks.gpu.training import DRY_WORKLOADS, WORKLOADS, Workload
+from benchmarks.gpu.training import DRY_WORKLOADS, PERIOD, WARM_UP, WORKLOADS, TrainingStep, Workload
 from ngsgd import NGSGD, NaturalMuon, OnlineNaturalGradient, precondition_simple
 from ngsgd.curvature import collect
 from ngsgd.models import PNorm, Renormalize
+from ngsgd.ops.kernels import native
 from ngsgd.ops.orthonormal import constrain_orthonormal
 from ngsgd.optim import SGD, Optimizer
 from ngsgd.preconditioners import METHODS
@@ -54,7 +56,7 @@ _QUANTITIES = (
     "diag_h",
     "batch_diag_h",
 )
-_RANDOM = ("psgd",)
+_RANDOM = ("psgd", "esgd", "adahessian")
 _GOLDEN = machine.ROOT / "tests" / "golden"
 
 
@@ -77,6 +79,9 @@ def run(measurement: Measurement) -> None:
         for name in ("SGD", "NGSGD", "NaturalMuon"):
             with measurement.case(f"steps {net} {name}") as figures:
                 figures["difference"] = _steps(measurement, workload, name)
+        with measurement.case(f"kernels {net}") as figures:
+            figures["difference"] = _kernels(measurement, workload)
+            measurement.need_gpu("Triton kernels")
 
 
 def _require_close(found: Any, wanted: Any, tolerance: float) -> float:
@@ -352,6 +357,18 @@ def _quantity(model: nn.Module, x: Tensor, name: str) -> list[Tensor]:
     with collect(model, name, loss_fn=loss_fn) as q:
         loss_fn(model(x), torch.arange(len(x), device=x.device) % 3).backward()
     return [getattr(q[p], name) for p, _ in model.named_parameters()]
+
+
+def _kernels(measurement: Measurement, workload: Workload) -> float:
+    """Steps of NG-SGD with Triton kernels, and with torch operations on the same device."""
+    found = []
+    for in_torch in (False, True):
+        with native.in_torch_operations() if in_torch else nullcontext():
+            step = TrainingStep(workload, workload.dry_batch, "NG-SGD", measurement.device)
+            before = torch.cat([p.detach().view(-1) for p in step.model.parameters()])
+            step.repeat(2 if measurement.dry_run else WARM_UP + 2 * PERIOD)
+            found.append(torch.cat([p.detach().view(-1) for p in step.model.parameters()]) - before)
+    return _require_close(found[0], found[1], _STEPS)
 
 
 def _steps(measurement: Measurement, workload: Workload, name: str) -> float:

@@ -48,7 +48,7 @@ def _model(measurement: Measurement, model: nn.Module, num_frames: int) -> dict[
 
 def _search(measurement: Measurement) -> dict[str, float]:
     """Clearly spoken digits, with noise on the log-likelihoods."""
-    from ngsgd.asr.corpora.digits.labels import TOPOLOGY
+    from ngsgd.asr.corpora.digits import TOPOLOGY
     from ngsgd.asr.decode import decoding
     from ngsgd.asr.lang import graphs
     from ngsgd.asr.lang.language import Language

@@ -38,6 +38,8 @@ _SMALL = (
 )
 # time limit of one run on a GPU; the limit of the part is less than all runs together
 _LIMIT_S = 150.0
+# a dry run shares its cores with other programs
+_DRY_LIMIT_S = 900.0
 _POLL_S = 0.2
 # output lines of a failed run that are kept
 _LAST = 8
@@ -77,15 +79,15 @@ def _train(
         *(_SMALL if measurement.dry_run else ()),
     ]
     log = folder / f"{name}.log"
-    start = time.monotonic()
+    start, limit_s = time.monotonic(), _DRY_LIMIT_S if measurement.dry_run else _LIMIT_S
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(words, cwd=machine.ROOT, stdout=output, stderr=output)
         killed = 0
         while process.poll() is None:
-            if time.monotonic() - start > _LIMIT_S:
+            if time.monotonic() - start > limit_s:
                 process.terminate()
                 process.wait(20.0)
-                raise Failed(f"the run took longer than {_LIMIT_S:.0f} s; {_end_of(log)}")
+                raise Failed(f"the run took longer than {limit_s:.0f} s; {_end_of(log)}")
             if kill and not killed and _num_outer_iterations(folder, name) >= 1:
                 killed = _kill_worker(process.pid)
             time.sleep(_POLL_S)

@@ -1,5 +1,5 @@
 """Training steps as CUDA graphs: torch's optimizers captured by hand, NG-SGD with `GraphedStep`,
-and a job of a worker with and without graphs.
+ratios of their times, and a job of a worker with and without graphs.
 
 Each step runs on three copies: two without graphs, whose difference is that of sums in another
 order, and one with. On a CPU steps without graphs replace them, so that everything except
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.measurement import Failed, Measurement
-from benchmarks.gpu.training import DRY_WORKLOADS, PERIOD, WARM_UP, WORKLOADS, TrainingStep
+from benchmarks.gpu.training import DRY_WORKLOADS, PERIOD, WARM_UP, WORKLOADS, TrainingStep, Workload
 from ngsgd.optim import NGSGD
 from ngsgd.optim.graphed_step import GraphedStep
 
@@ -39,6 +39,11 @@ def run(measurement: Measurement) -> None:
         for optimizer in ("SGD", "AdamW", "NG-SGD"):
             with measurement.case(f"{net} {optimizer}") as figures:
                 figures.update(_measure(measurement, net, optimizer))
+                measurement.need_gpu("capture of a CUDA graph")
+    for net, workload in (DRY_WORKLOADS if measurement.dry_run else WORKLOADS).items():
+        for size in (workload.dry_batch,) if measurement.dry_run else workload.batches[:2]:
+            with measurement.case(f"{net} {size} ratios") as figures:
+                figures.update(_ratios(measurement, workload, size))
                 measurement.need_gpu("capture of a CUDA graph")
     for kind in ("ngsgd", "sgd"):
         with measurement.case(f"job of a worker, TDNN, {kind}") as figures:
@@ -85,9 +90,25 @@ def _measure(measurement: Measurement, net: str, optimizer: str) -> dict[str, fl
     }
 
 
+def _ratios(measurement: Measurement, workload: Workload, size: int) -> dict[str, float]:
+    """Milliseconds of steps with graphs, interleaved, and NG-SGD relative to each rival."""
+    steps: dict[str, Callable[[], object]] = {}
+    for name in ("SGD", "NG-SGD", "AdamW", "Muon"):
+        step = TrainingStep(workload, size, name, measurement.device, capturable=measurement.on_gpu)
+        step.repeat(2 if measurement.dry_run else WARM_UP)
+        steps[name] = _graphed(measurement, step)
+        for _ in range(PERIOD if measurement.dry_run else 8 * PERIOD):
+            steps[name]()
+    rounds = [{name: measurement.seconds(step, 4 * PERIOD) for name, step in steps.items()}
+              for _ in range(1 if measurement.dry_run else _ROUNDS)]
+    milliseconds = {f"{name}_ms": round(1e3 * statistics.median(one[name] for one in rounds), 4) for name in steps}
+    return milliseconds | {f"NG / {name}": round(statistics.median(one["NG-SGD"] / one[name] for one in rounds), 3)
+                           for name in steps if name != "NG-SGD"}
+
+
 def _graphed(measurement: Measurement, step: TrainingStep) -> Callable[[], object]:
     """The step with graphs: by GraphedStep for NG-SGD, otherwise captured by hand."""
-    (optimizer,) = step.optimizers
+    optimizer = step.optimizers[0]
     if not measurement.on_gpu:
         step.repeat(0 if isinstance(optimizer, NGSGD) else _SIDE_STEPS)
         return step
@@ -107,7 +128,8 @@ def _graphed(measurement: Measurement, step: TrainingStep) -> Callable[[], objec
         step.repeat(_SIDE_STEPS)
     torch.cuda.current_stream().wait_stream(side)
     # gradients are then allocated in the memory pool of the graph
-    optimizer.zero_grad(set_to_none=True)
+    for one in step.optimizers:
+        one.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

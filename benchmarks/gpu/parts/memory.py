@@ -1,15 +1,13 @@
-"""Peak memory of a training step (torch.cuda.max_memory_allocated) and the planner's prediction."""
+"""Peak memory of a training step (torch.cuda.max_memory_allocated)."""
 
 from __future__ import annotations
 
 import gc
 
 import torch
-from torch import nn
 
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.training import DRY_WORKLOADS, WORKLOADS, TrainingStep, Workload
-from ngsgd.planning.memory import MemoryUse, predict
 
 _OPTIMIZERS = ("SGD", "NG-SGD", "AdamW")
 
@@ -19,28 +17,8 @@ def run(measurement: Measurement) -> None:
         for size in (workload.dry_batch,) if measurement.dry_run else workload.batches[::2]:
             for name in _OPTIMIZERS:
                 with measurement.case(f"{net} {size} {name}") as figures:
-                    expected = _predicted(measurement, workload, size, name)
-                    figures |= {
-                        "state_mb": _mega(expected.state),
-                        "predicted_mb": _mega(expected.peak),
-                    }
                     measurement.need_gpu("the measured peak")
-                    peak = _measured(measurement, workload, size, name)
-                    figures |= {
-                        "measured_mb": _mega(peak),
-                        "predicted_over_measured": round(expected.peak / peak, 3),
-                    }
-
-
-def _predicted(measurement: Measurement, workload: Workload, size: int, name: str) -> MemoryUse:
-    step = TrainingStep(workload, size, name, measurement.device)
-    (optimizer,) = step.optimizers
-    return predict(
-        step.model,
-        optimizer,
-        lambda model, data: nn.functional.cross_entropy(model(data[0]), data[1]),
-        (step.x, step.y),
-    )
+                    figures["measured_mb"] = round(_measured(measurement, workload, size, name) / 1e6, 1)
 
 
 def _measured(measurement: Measurement, workload: Workload, size: int, name: str) -> int:
@@ -56,7 +34,3 @@ def _measured(measurement: Measurement, workload: Workload, size: int, name: str
     step.repeat(2)
     measurement.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _mega(num_bytes: int) -> float:
-    return round(num_bytes / 1e6, 2)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
-from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.arguments import JSON, Parser, out_of_range
 from ngsgd.launcher.doctor import machine
 from ngsgd.launcher.doctor.machine import Finding
 from ngsgd.object_storage.urls import is_url, local_root
@@ -16,11 +18,19 @@ from ngsgd.object_storage.urls import is_url, local_root
 
 def command(arguments: Sequence[str]) -> int:
     """Print a line per check; return exit code 1 if a check fails."""
-    options = _parser().parse_args(list(arguments))
-    if options.workers < 1:
-        raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
+    parser = Parser("doctor")
+    parser.declare({
+        "--output-dir DIR": ("runs", "folder of the planned runs"),
+        "--address HOST:PORT": ("", "Ray cluster to check (default: none)"),
+        "--tracking-uri URI": ("", "MLflow server to check (default: MLFLOW_TRACKING_URI, or the database in the folder "
+                                   "of the runs)"),
+        "--workers N": (2, "planned number of workers on this machine"),
+        "--json": JSON, "--quiet -q": "print warnings and failures only"})
+    options = parser.parse_args(arguments)
+    if problems := out_of_range(options, {"workers": 1}):
+        raise ConfigError(problems)
     findings = list(examine(options.output_dir, options.workers, options.address,
-                            options.tracking_uri))
+                            options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -34,38 +44,17 @@ def command(arguments: Sequence[str]) -> int:
     return EXIT_RUN_FAILED if any(finding.verdict == "fail" for finding in findings) else EXIT_OK
 
 
-def _parser() -> Parser:
-    parser = Parser("doctor")
-    parser.add_argument("--output-dir", default="runs", metavar="DIR",
-                        help="folder of the planned runs (default: %(default)s)")
-    parser.add_argument("--address", default="", metavar="HOST:PORT",
-                        help="Ray cluster to check (default: none)")
-    parser.add_argument("--tracking-uri", default="", metavar="URI",
-                        help="MLflow server to check (default: the database in the folder of the "
-                             "runs)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N",
-                        help="planned number of workers on this machine (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help=JSON)
-    parser.add_argument("--quiet", "-q", action="store_true",
-                        help="print warnings and failures only")
-    return parser
-
-
-def examine(output_dir: str, num_workers: int, address: str = "",
-            tracking_uri: str = "") -> Iterator[Finding]:
+def examine(output_dir: str, num_workers: int, address: str = "", tracking_uri: str = "") -> Iterator[Finding]:
     """Yield all findings, causes before effects."""
     root = local_root(output_dir)
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers),
-        machine.memory, machine.gpus,
-        machine.compiled, lambda: machine.storage(root),
-        lambda: machine.tracking(root, tracking_uri), lambda: machine.ports(with_dashboard=not address),
-        machine.ray_traps]
+    checks = [machine.python(), machine.packages(), machine.shadows(), machine.threads(num_workers),
+              machine.memory(), machine.gpus(), machine.compiled(), machine.storage(root),
+              machine.tracking(root, tracking_uri), machine.ports(with_dashboard=not address),
+              machine.ray_traps()]
     if is_url(output_dir):
-        checks.append(lambda: machine.object_storage(output_dir))
+        checks.append(machine.object_storage(output_dir))
     if address:
         from ngsgd.launcher.doctor import cluster
 
-        checks.append(lambda: cluster.nodes(address, root))
-    for check in checks:
-        yield from check()
+        checks.append(cluster.nodes(address, root))
+    return itertools.chain.from_iterable(checks)

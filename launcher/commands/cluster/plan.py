@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import read_json, write_text
-from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.arguments import CONFIG, JSON, Parser, out_of_range
 from ngsgd.launcher.reports.plan_text import Wishes, as_json, text
 from ngsgd.object_storage.urls import local_root
 from ngsgd.planning.planner import Machine, Workload
@@ -25,108 +25,69 @@ from ngsgd.planning.scaling import Assumptions, choices, rows
 if TYPE_CHECKING:
     from ngsgd.training.task import TaskSpec
 
-_WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
 # of plan.json
-_FORMAT = 2
+_FORMAT = 3
 
 
 def command(arguments: Sequence[str]) -> int:
     """Measure, predict and print; keep the measurement in <output_dir>/plan.json."""
-    options = _parser().parse_with_settings(arguments)
-    workers = _checked(options)
+    options = _options(arguments)
     from ngsgd.launcher.config import compose
+    from ngsgd.launcher.config.sources import Sources
 
-    config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
+    config = compose.compose(options.overrides, Sources.of(options))
     config.sites.require_none("ngsgd plan")
     if math.isfinite(options.budget) and not config.cluster.price_per_hour:
         raise ConfigError("--budget needs the price of a worker; add cluster.price_per_hour=PRICE.")
     machine, workload = saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
-    assumed = Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth, options.latency,
-                          options.failures_per_worker_hour, options.replace_s, options.sigma)
-    table = rows(machine, workload, config, workers, assumed)
+    assumed = Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth,
+                          options.latency, options.failures_per_worker_hour, options.replace_s, options.sigma)
+    table = rows(machine, workload, config, options.workers, assumed)
     wishes = Wishes(config.cluster.price_per_hour, options.deadline * 3600, options.budget)
-    found = choices(machine, workload, config, workers, assumed) if wishes.any() else []
+    found = choices(machine, workload, config, options.workers, assumed) if wishes.any() else []
     is_speech = not config.task._target_
-    if options.json:
-        print(json.dumps(as_json(machine, workload, assumed, table, found, wishes, is_speech=is_speech), indent=1))
-    else:
-        print("\n".join(text(machine, workload, assumed, table, found, wishes, is_speech=is_speech)))
+    about = (machine, workload, assumed, table, found, wishes)
+    print(json.dumps(as_json(*about, is_speech=is_speech), indent=1) if options.json
+          else "\n".join(text(*about, is_speech=is_speech)))
     return EXIT_OK
 
 
-# Arguments ----------------------------------------------------------------------------------------
-
-
-def _parser() -> Parser:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("plan", epilog=(
         "The column 'here' has all workers on this machine. The other columns give each worker a "
         "core, or a GPU, on machines like this one. docs/planner.md explains every column."))
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
-    parser.add_argument("--workers", default=_WORKERS, metavar="N,N,...",
-                        help="numbers of workers (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help=JSON)
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="folder of custom YAML files")
-    measuring = parser.add_argument_group("measurement")
-    measuring.add_argument("--seconds", type=float, default=30.0, metavar="S",
-                           help="duration in seconds (default: %(default)s)")
-    measuring.add_argument("--saved", action="store_true",
-                           help="reuse the last measurement of these settings")
-    wishes = parser.add_argument_group("choice of settings")
-    wishes.add_argument("--deadline", type=float, default=math.inf, metavar="HOURS",
-                        help="choose the cheapest settings with which training ends in this time")
-    wishes.add_argument("--budget", type=float, default=math.inf, metavar="COST",
-                        help="choose the fastest settings with at most this cost of training, by "
-                             "cluster.price_per_hour")
-    _add_assumptions(parser)
-    return parser
-
-
-def _add_assumptions(parser: Parser) -> None:
-    group = parser.add_argument_group("assumptions about the cluster")
-    group.add_argument("--cores-per-node", type=int, metavar="N",
-                       help="cores or GPUs of a machine (default: as this machine)")
-    group.add_argument("--bandwidth", type=float, default=1.25e8, metavar="B/S",
-                       help="bandwidth of a machine's link in bytes/s (default: 1.25e8, 1 Gb/s)")
-    group.add_argument("--latency", type=float, default=2e-4, metavar="S",
-                       help="latency of a link in seconds (default: %(default)s)")
-    group.add_argument("--failures-per-worker-hour", type=float, default=1.2e-4, metavar="X",
-                       help="failures of a worker per hour; spot machines: 0.05 and more (default: "
-                            "%(default)s, one in 8 hours on 1000 GPUs)")
-    group.add_argument("--replace-s", type=float, default=20.0, metavar="S",
-                       help="time to replace a lost worker in seconds (default: %(default)s)")
-    group.add_argument("--sigma", type=float, metavar="X",
-                       help="relative spread of a job's time over the machines (default: as "
-                            "measured)")
-
-
-def _checked(options: argparse.Namespace) -> list[int]:
-    """Return the numbers of workers; raise one ConfigError with all mistakes."""
-    problems: list[str] = []
-    words = options.workers.split(",")
+    parser.declare({"--workers N,N,...": ("1,2,4,8,16,32,64,256,1000", "numbers of workers"), "--json": JSON, **CONFIG})
+    parser.declare({"--seconds S": (30.0, "duration in seconds"),
+                    "--saved": "reuse the last measurement of these settings"}, "measurement")
+    parser.declare({
+        "--deadline HOURS": (float, "choose the cheapest settings with which training ends in this time"),
+        "--budget COST": (float, "choose the fastest settings with at most this cost of training, "
+                                 "by cluster.price_per_hour")}, "choice of settings")
+    parser.declare({
+        "--cores-per-node N": (int, "cores or GPUs of a machine (default: as this machine)"),
+        "--bandwidth B/S": (1.25e8, "bandwidth of a machine's link in bytes/s (default: 1.25e8, 1 Gb/s)"),
+        "--latency S": (2e-4, "latency of a link in seconds"),
+        "--failures-per-worker-hour X": (
+            1.2e-4, "failures of a worker per hour; spot machines: 0.05 and more (default: "
+                    "%(default)s, one in 8 hours on 1000 GPUs)"),
+        "--replace-s S": (20.0, "time to replace a lost worker in seconds"),
+        "--sigma X": (float, "relative spread of a job's time over the machines (default: as "
+                             "measured)")}, "assumptions about the cluster")
+    options = parser.parse_with_settings(arguments)
+    words, problems = options.workers.split(","), list[str]()
     workers = {int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS}
     if not all(word.strip().isdecimal() and int(word) in workers for word in words):
-        problems.append(f"--workers is {options.workers!r}; give integers from 1 to {_MAX_WORKERS} with "
-                        "commas between them, such as 1,2,8.")
-    for name in ("seconds", "bandwidth"):
-        value = getattr(options, name)
-        if not (math.isfinite(value) and value > 0.0):
-            problems.append(f"--{name} is {value}; it must be greater than 0.")
-    for name in ("deadline", "budget"):
-        if not getattr(options, name) > 0.0:
-            problems.append(f"--{name} is {getattr(options, name)}; it must be greater than 0.")
-    for name in ("latency", "failures_per_worker_hour", "replace_s", "sigma"):
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and value >= 0.0):
-            problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 0.")
-    if options.cores_per_node is not None and options.cores_per_node < 1:
-        problems.append(f"--cores-per-node is {options.cores_per_node}; it must be at least 1.")
+        problems.append(f"--workers is {options.workers!r}; give integers from 1 to {_MAX_WORKERS} "
+                        "with commas between them, such as 1,2,8.")
+    least = dict.fromkeys(("latency", "failures_per_worker_hour", "replace_s", "sigma"), 0)
+    limits = [name for name in ("deadline", "budget") if getattr(options, name) != math.inf]
+    problems += out_of_range(options, {"cores_per_node": 1, **least}, ["seconds", "bandwidth", *limits])
     if problems:
         raise ConfigError(problems)
-    return sorted(workers)
-
-
-# Measurement --------------------------------------------------------------------------------------
+    options.workers = sorted(workers)
+    options.deadline, options.budget = (math.inf if one is None else one for one in (options.deadline, options.budget))
+    return options
 
 
 def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
@@ -141,8 +102,7 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
     if config.cluster.ranks_per_worker > 1:
-        raise ConfigError("ngsgd plan measures workers of one process; remove "
-                          "cluster.ranks_per_worker.")
+        raise ConfigError("ngsgd plan measures workers of one process; remove cluster.ranks_per_worker.")
     check_output_dir(config)
     spec = spec_of(config, report)
     report(f"measuring for about {seconds:g} s")
@@ -156,9 +116,10 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
 def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
     """Return the task of a configuration; the data of a speech recipe are prepared."""
     if config.task._target_:
-        from ngsgd.pipeline.task_run import task_spec, with_module
+        from ngsgd.pipeline.task_run import task_spec
+        from ngsgd.runs.trust import located
 
-        return task_spec(with_module(config), None)
+        return task_spec(located(config), None)
     from ngsgd.pipeline.prepare import prepare
     from ngsgd.tasks.speech import SpeechTaskSpec
 
@@ -166,17 +127,12 @@ def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
 
 
 def keep(config: RunConfig, machine: Machine, workload: Workload) -> None:
-    """Write the measurement of these settings to <output_dir>/plan.json."""
     kept = {"format": _FORMAT, "settings": settings_key(config), "machine": machine.to_json(), "workload": asdict(workload)}
     write_text(kept_in(config), json.dumps(kept, indent=1))
 
 
 def saved(config: RunConfig) -> tuple[Machine, Workload]:
-    """Return the last measurement in this output directory, of equal settings and cores.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The last measurement in this output directory, of equal settings, or ConfigError."""
     try:
         kept = read_json(kept_in(config))
         if (kept["format"], kept["settings"]) == (_FORMAT, settings_key(config)):
@@ -184,8 +140,7 @@ def saved(config: RunConfig) -> tuple[Machine, Workload]:
     except (OSError, ValueError, KeyError, TypeError):
         # there is none, or it is damaged: measure again
         pass
-    raise ConfigError(f"{kept_in(config)} has no measurement of these settings; run without "
-                      "--saved to measure.")
+    raise ConfigError(f"{kept_in(config)} has no measurement of these settings; run without --saved to measure.")
 
 
 def kept_in(config: RunConfig) -> Path:

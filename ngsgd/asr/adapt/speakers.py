@@ -1,15 +1,13 @@
 """Adaptation of features to speakers: a projection for all, and one fMLLR transform for each.
 
-A transform is estimated from a first pass of recognition, without transcripts: Gaussian mixtures of
-the tied states find the most likely states of a speaker's frames. Where the network may score all
-speech of the speaker again, it finds the states of further passes. A prior of some frames of all
-training speakers keeps the transform of little speech near that of the average speaker.
-
+A first pass without transcripts finds the states of a speaker's frames; the network may find those
+of further passes. A prior of training frames keeps the transform of little speech near the average.
 Letters: T frames, D features, P pdfs, G Gaussians of all pdfs together.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ngsgd.asr.adapt import fmllr, projections
-from ngsgd.asr.adapt.fmllr import FmllrStats
+from ngsgd.asr.adapt import projections
+from ngsgd.asr.adapt.projections import FmllrStats
 from ngsgd.asr.ivectors import ubm
 from ngsgd.data import mapped
 from ngsgd.data.columns import Column, Spool
@@ -35,12 +33,9 @@ FindPath = Callable[[npt.NDArray[np.float32]], Pdfs]
 # adapted features to the T x P scores of a network
 NetworkScores = Callable[[Features], npt.NDArray[np.float32]]
 
-# rounds of transforms and mixtures over the training set
-_TRAINING_ROUNDS = 3
-# rounds in which a network finds the states
-_NETWORK_ROUNDS = 2
-# frames of the prior
-_PRIOR_FRAMES = 40.0
+_TRAINING_ROUNDS = 3  # rounds of transforms and mixtures over the training set
+_NETWORK_ROUNDS = 2  # rounds in which a network finds the states
+_PRIOR_FRAMES = 40.0  # frames of the prior
 # frames of speech that change an estimate little more; bounds the time of long recordings
 _MAX_FRAMES = 60_000
 # frames for each Gaussian of a state, and the most Gaussians of one
@@ -49,17 +44,10 @@ FRAMES_PER_GAUSSIAN, MAX_GAUSSIANS = 60, 8
 
 @dataclass(frozen=True)
 class StateMixtures:
-    """Mixtures of diagonal Gaussians, one per tied HMM state, in the order of their pdfs.
+    """Mixtures of diagonal Gaussians, one per tied HMM state, in the order of their pdfs."""
 
-    Attributes:
-        pdf_G: pdf of each Gaussian, ascending; every pdf has one or more.
-        log_weight_G: log of the weight within its pdf.
-        mean_GD: means.
-        variance_GD: variances.
-    """
-
-    pdf_G: npt.NDArray[np.int64]
-    log_weight_G: Matrix
+    pdf_G: npt.NDArray[np.int64]  # ascending; every pdf has one or more
+    log_weight_G: Matrix  # of the weight within its pdf
     mean_GD: Matrix
     variance_GD: Matrix
 
@@ -73,11 +61,10 @@ class StateMixtures:
             x = torch.from_numpy(np.ascontiguousarray(x_TD[frames] if len(frames) else x_TD))
             size = min(MAX_GAUSSIANS, max(1, len(frames) // FRAMES_PER_GAUSSIAN))
             parts.append(ubm.train(x, size))
-        return StateMixtures(
-            np.repeat(np.arange(num_pdfs), [len(part.weight_G) for part in parts]),
-            np.concatenate([part.weight_G.log().numpy() for part in parts]),
-            np.concatenate([part.mean_GD.numpy() for part in parts]),
-            np.concatenate([part.variance_GD.numpy() for part in parts]))
+        return StateMixtures(np.repeat(np.arange(num_pdfs), [len(part.weight_G) for part in parts]),
+                             np.concatenate([part.weight_G.log().numpy() for part in parts]),
+                             np.concatenate([part.mean_GD.numpy() for part in parts]),
+                             np.concatenate([part.variance_GD.numpy() for part in parts]))
 
     @property
     def num_pdfs(self) -> int:
@@ -86,11 +73,9 @@ class StateMixtures:
     def log_joint(self, x_TD: Matrix) -> Matrix:
         """T x G: log of weight times density."""
         precision_GD = 1.0 / self.variance_GD
-        constant_G = self.log_weight_G - 0.5 * (
-            np.log(self.variance_GD) + self.mean_GD**2 * precision_GD + math.log(2 * math.pi)
-        ).sum(axis=1)
-        return np.asarray(constant_G + x_TD @ (self.mean_GD * precision_GD).T
-                          - 0.5 * x_TD**2 @ precision_GD.T)
+        log_GD = np.log(self.variance_GD) + self.mean_GD**2 * precision_GD + math.log(2 * math.pi)
+        constant_G = self.log_weight_G - 0.5 * log_GD.sum(axis=1)
+        return np.asarray(constant_G + x_TD @ (self.mean_GD * precision_GD).T - 0.5 * x_TD**2 @ precision_GD.T)
 
     def log_likelihood(self, x_TD: Matrix) -> npt.NDArray[np.float32]:
         """T x P: log density of each pdf."""
@@ -98,17 +83,11 @@ class StateMixtures:
         return np.logaddexp.reduceat(self.log_joint(x_TD), starts, axis=1).astype(np.float32)
 
     def precisions(self, x_TD: Matrix, pdf_T: npt.NDArray[np.integer]) -> tuple[Matrix, Matrix]:
-        """Return what fMLLR sums of each frame under the mixture of its pdf.
-
-        Returns:
-            T x D: sum over Gaussians of posterior / variance, and of posterior * mean / variance.
-        """
+        """T x D: sums over the Gaussians of the pdf of posterior / variance, and times the mean."""
         precision_TD, linear_TD = np.empty_like(x_TD), np.empty_like(x_TD)
         for pdf in np.unique(pdf_T):
-            at = np.flatnonzero(pdf_T == pdf)
-            of_pdf = self.pdf_G == pdf
-            own = StateMixtures(self.pdf_G[of_pdf], self.log_weight_G[of_pdf],
-                                self.mean_GD[of_pdf], self.variance_GD[of_pdf])
+            at, of_pdf = np.flatnonzero(pdf_T == pdf), self.pdf_G == pdf
+            own = StateMixtures(self.pdf_G[of_pdf], self.log_weight_G[of_pdf], self.mean_GD[of_pdf], self.variance_GD[of_pdf])
             joint_TG = own.log_joint(x_TD[at])
             post_TG = np.exp(joint_TG - np.logaddexp.reduce(joint_TG, axis=1)[:, None])
             precision_TD[at] = post_TG @ (1.0 / own.variance_GD)
@@ -118,23 +97,14 @@ class StateMixtures:
 
 @dataclass(frozen=True)
 class SpeakerAdaptation:
-    """The projection, and the mixtures that transforms are estimated with.
+    """The projection, and the mixtures that transforms are estimated with (None without fMLLR)."""
 
-    Attributes:
-        context: frames spliced on each side before the projection.
-        projection_DE: matrix and offset of the projection of spliced features.
-        num_silence: pdfs below this one are silence, which has no information about a speaker.
-        first: mixtures of projected features; None without fMLLR.
-        adapted: mixtures of transformed features; None without fMLLR.
-        prior: sums of all training speakers; None without fMLLR.
-    """
-
-    context: int
-    projection_DE: Matrix
-    num_silence: int
-    first: StateMixtures | None = None
-    adapted: StateMixtures | None = None
-    prior: FmllrStats | None = None
+    context: int  # frames spliced on each side before the projection
+    projection_DE: Matrix  # matrix and offset of the projection of spliced features
+    num_silence: int  # pdfs below are silence, which has no information about a speaker
+    first: StateMixtures | None = None  # of projected features
+    adapted: StateMixtures | None = None  # of transformed features
+    prior: FmllrStats | None = None  # sums of all training speakers
 
     @property
     def dim(self) -> int:
@@ -148,31 +118,27 @@ class SpeakerAdaptation:
 
     def project(self, x_TD: npt.NDArray[np.floating]) -> Matrix:
         """Return spliced and projected features of one utterance."""
-        return fmllr.apply(self.projection_DE, projections.splice(x_TD, self.context))
+        return projections.apply(self.projection_DE, projections.splice(x_TD, self.context))
 
     def adapt(self, x_TD: npt.NDArray[np.floating], before: FmllrStats | None,
               find_path: FindPath) -> tuple[Features, FmllrStats | None]:
-        """Return the adapted features of a speaker's next utterance, and the speaker's sums.
-
-        `before` are the sums of the speaker's earlier utterances.
-        """
+        """Return the adapted features of the next utterance, and the sums `before` with its own."""
         z_TD = self.project(x_TD)
         if self.prior is None:
             return z_TD.astype(np.float32), None
         stats = self.accumulated([z_TD], before, find_path)
-        return fmllr.apply(self.transform(stats), z_TD).astype(np.float32), stats
+        return projections.apply(self.transform(stats), z_TD).astype(np.float32), stats
 
     def adapt_speaker(self, utterances: Sequence[npt.NDArray[np.floating]], find_path: FindPath,
                       scores: NetworkScores) -> list[Features]:
-        """Return the adapted features of all utterances of one speaker.
-
-        `find_path` also searches the scores of the network, which was trained on adapted features.
+        """Return the adapted features of all utterances of a speaker; `find_path` also searches the
+        scores of the network, which was trained on adapted features.
         """
         z = [self.project(x_TD) for x_TD in utterances]
         if self.prior is None:
             return [z_TD.astype(np.float32) for z_TD in z]
         w_DE = self.refined(self.transform_of(z, find_path), z, find_path, scores)
-        return [fmllr.apply(w_DE, z_TD).astype(np.float32) for z_TD in z]
+        return [projections.apply(w_DE, z_TD).astype(np.float32) for z_TD in z]
 
     def transform_of(self, projected: Sequence[Matrix], find_path: FindPath) -> Matrix:
         """Return the transform of a speaker from all projected utterances, by two rounds."""
@@ -193,9 +159,8 @@ class SpeakerAdaptation:
     def accumulated(self, utterances: Sequence[Matrix], before: FmllrStats | None,
                     find_path: FindPath, transform: Matrix | None = None,
                     scores: NetworkScores | None = None) -> FmllrStats:
-        """Return the sums of projected utterances, added to those of earlier ones.
-
-        The sums `before` replace the transform so far. Without `scores` the mixtures score.
+        """Return the sums of projected utterances, added to those of earlier ones, `before`, which
+        replace the transform so far. Without `scores` the mixtures score.
         """
         assert self.first is not None and self.adapted is not None
         stats = FmllrStats.zero(self.dim) if before is None else before
@@ -206,7 +171,7 @@ class SpeakerAdaptation:
                 break
             y_TD, mixtures = z_TD, self.first
             if transform is not None:
-                y_TD, mixtures = fmllr.apply(transform, z_TD), self.adapted
+                y_TD, mixtures = projections.apply(transform, z_TD), self.adapted
             pdf_T = find_path(scores(y_TD.astype(np.float32)) if scores else mixtures.log_likelihood(y_TD))
             stats = stats.plus(_sums(self.adapted, z_TD, y_TD, pdf_T, self.num_silence))
         return stats
@@ -225,19 +190,14 @@ class SpeakerAdaptation:
 
     @staticmethod
     def of_arrays(arrays: Mapping[str, npt.NDArray[Any]], num_pdfs: int) -> SpeakerAdaptation:
-        """Read the arrays of `arrays`.
-
-        Raises:
-            ValueError: they do not fit together, are not finite, or are of other pdfs.
-        """
+        """Read the result of `arrays`; ValueError for arrays that do not fit or are not finite."""
         context, num_silence = (int(value) for value in arrays["context"])
         projection_DE = _array(arrays["projection"], 2)
         dim = len(projection_DE)
         if not 0 <= context <= 20 or (projection_DE.shape[1] - 1) % (2 * context + 1):
             raise ValueError("the projection does not fit the context")
-        plain = SpeakerAdaptation(context, projection_DE, num_silence)
         if "first.pdf" not in arrays:
-            return plain
+            return SpeakerAdaptation(context, projection_DE, num_silence)
         first, adapted = (_mixtures(arrays, name, dim, num_pdfs) for name in ("first", "adapted"))
         prior = FmllrStats(float(_array(arrays["prior.count"], 1)[0]),
                            _array(arrays["prior.linear"], 2), _array(arrays["prior.square"], 3))
@@ -250,64 +210,53 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
                      dim: int, num_silence: int) -> SpeakerAdaptation:
     """Estimate LDA and MLLT of spliced features, scaled to unit variance.
 
-    Args:
-        utterances: T x D normalized features of each training utterance.
-        pdf_T: pdfs of all their frames, one after another; those of silence are the first.
-        context, dim, num_silence: frames spliced on each side, projected features, pdfs of silence.
-
-    Raises:
-        DataError: `dim` is larger than the number of spliced features.
+    `utterances` are T x D normalized features, and `pdf_T` the pdfs of all their frames, those of
+    silence first. Raises DataError if there are fewer spliced than projected features.
     """
     num_spliced = (2 * context + 1) * utterances[0].shape[1]
     if dim > num_spliced:
         raise DataError(f"adaptation.lda_dim is {dim}, and {2 * context + 1} frames have "
-                        f"{num_spliced} features; give a smaller adaptation.lda_dim or a larger "
-                        "adaptation.context.")
+                        f"{num_spliced} features; give a smaller adaptation.lda_dim.")
     if len(pdf_T) > projections.FRAMES_AT_ONCE:
-        matrix_DS, mean_S = projections.projection(
-            lambda: _spliced(utterances, pdf_T, context), int(pdf_T.max()) + 1, dim)
-        return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
-    x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
-    mean_S = x_TS.mean(axis=0)
-    x_TS -= mean_S
-    lda_DS = projections.lda(x_TS, pdf_T, dim)
-    matrix_DS = projections.mllt(x_TS @ lda_DS.T, pdf_T) @ lda_DS
-    matrix_DS /= (x_TS @ matrix_DS.T).std(axis=0)[:, None]
-    return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
+        ends = np.cumsum([len(x_TD) for x_TD in utterances])
 
-
-def _affine(matrix_DS: Matrix, mean_S: Matrix) -> Matrix:
-    """The matrix with the constant that subtracts the mean first."""
-    return np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
-
-
-def _spliced(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs,
-             context: int) -> Iterator[tuple[Matrix, Pdfs]]:
-    begin = 0
-    for x_TD in utterances:
-        yield projections.splice(mapped.copied(x_TD), context), pdf_T[begin:begin + len(x_TD)]
-        begin += len(x_TD)
+        def pieces() -> Iterator[tuple[Matrix, Pdfs]]:
+            for x_TD, end in zip(utterances, ends, strict=True):
+                yield projections.splice(mapped.copied(x_TD), context), pdf_T[end - len(x_TD):end]
+        matrix_DS, mean_S = projections.projection(pieces, int(pdf_T.max()) + 1, dim)
+    else:
+        x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
+        mean_S = x_TS.mean(axis=0)
+        x_TS -= mean_S
+        lda_DS = projections.lda(x_TS, pdf_T, dim)
+        matrix_DS = projections.mllt(x_TS @ lda_DS.T, pdf_T) @ lda_DS
+        matrix_DS /= (x_TS @ matrix_DS.T).std(axis=0)[:, None]
+    # the constant subtracts the mean first
+    affine = np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
+    return SpeakerAdaptation(context, affine, num_silence)
 
 
 def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matrix]],
                 pdfs: Mapping[str, Sequence[Pdfs]],
                 num_pdfs: int) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
-    """Train mixtures and the transforms of training speakers by turns (SAT).
+    """Train mixtures and the transforms of training speakers by turns (SAT); return both.
 
-    `by_speaker` are the projected features of each speaker's utterances, which are read several
-    times, and `pdfs` those of their frames.
-
-    Returns:
-        The adaptation with mixtures, and each training speaker's transform.
+    `by_speaker` are the projected features of each speaker, read several times; `pdfs` their pdfs.
     """
     names, counts = list(by_speaker), [sum(map(len, pdfs[speaker])) for speaker in by_speaker]
-    chosen = dict(zip(names, _spread(counts, projections.FRAMES_AT_ONCE), strict=True))
+    # the frames of each speaker that mixtures are fitted to
+    chosen: dict[str, Any] = dict.fromkeys(names, slice(None))
+    if sum(counts) > projections.FRAMES_AT_ONCE:
+        chosen_N = np.linspace(0, sum(counts) - 1, projections.FRAMES_AT_ONCE).astype(np.int64)
+        bounds = itertools.pairwise(np.cumsum([0, *counts]))
+        for speaker, (begin, end) in zip(names, bounds, strict=True):
+            chosen[speaker] = chosen_N[slice(*np.searchsorted(chosen_N, [begin, end]))] - begin
     transforms: dict[str, Matrix] = {}
 
     def frames_of(speaker: str) -> tuple[Matrix, Matrix, Pdfs]:
         """Projected and adapted frames, and their pdfs."""
         z_TD = np.concatenate(by_speaker[speaker])
-        y_TD = fmllr.apply(transforms[speaker], z_TD) if transforms else z_TD
+        y_TD = projections.apply(transforms[speaker], z_TD) if transforms else z_TD
         return z_TD, y_TD, np.concatenate(pdfs[speaker])
 
     def fitted() -> StateMixtures:
@@ -315,31 +264,14 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
                 for speaker in names for _, y_TD, pdf_T in (frames_of(speaker),)]
         x_TD, pdf_T = (np.concatenate(column) for column in zip(*some, strict=True))
         return StateMixtures.fit(x_TD, pdf_T, num_pdfs)
-
     first = mixtures = fitted()
     for _ in range(_TRAINING_ROUNDS):
-        stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence)
-                                             for speaker in names))
-        prior = FmllrStats.zero(plain.dim)
-        for one in stats:
-            prior = prior.plus(one)
-        prior = FmllrStats.zero(plain.dim).plus(prior, _PRIOR_FRAMES / max(prior.count, 1.0))
+        stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence) for speaker in names))
+        every = functools.reduce(FmllrStats.plus, stats, FmllrStats.zero(plain.dim))
+        prior = FmllrStats.zero(plain.dim).plus(every, _PRIOR_FRAMES / max(every.count, 1.0))
         transforms = {speaker: one.plus(prior).estimate() for speaker, one in zip(names, stats, strict=True)}
         mixtures = fitted()
-    found = SpeakerAdaptation(plain.context, plain.projection_DE, plain.num_silence, first,
-                              mixtures, prior)
-    return found, transforms
-
-
-def _spread(counts: Sequence[int], most: int) -> list[Any]:
-    """The frames of each speaker that mixtures are fitted to; at most `most` of all speakers."""
-    num_frames = sum(counts)
-    if num_frames <= most:
-        return [slice(None)] * len(counts)
-    chosen_N = np.linspace(0, num_frames - 1, most).astype(np.int64)
-    bounds = np.cumsum([0, *counts])
-    return [chosen_N[slice(*np.searchsorted(chosen_N, [begin, end]))] - begin
-            for begin, end in itertools.pairwise(bounds)]
+    return SpeakerAdaptation(plain.context, plain.projection_DE, plain.num_silence, first, mixtures, prior), transforms
 
 
 class _StatsOfSpeakers(Column[FmllrStats]):
@@ -360,8 +292,7 @@ class _StatsOfSpeakers(Column[FmllrStats]):
                           values[1 + linear.size:].reshape(square.shape))
 
 
-def _sums(mixtures: StateMixtures, z_TD: Matrix, y_TD: Matrix, pdf_T: Pdfs,
-          num_silence: int) -> FmllrStats:
+def _sums(mixtures: StateMixtures, z_TD: Matrix, y_TD: Matrix, pdf_T: Pdfs, num_silence: int) -> FmllrStats:
     """Sums of the frames of speech; `y_TD` are the features after the transform so far."""
     stats = FmllrStats.zero(z_TD.shape[1])
     is_speech_T = pdf_T >= num_silence
@@ -371,8 +302,7 @@ def _sums(mixtures: StateMixtures, z_TD: Matrix, y_TD: Matrix, pdf_T: Pdfs,
     return stats
 
 
-def _mixtures(arrays: Mapping[str, npt.NDArray[Any]], name: str, dim: int,
-              num_pdfs: int) -> StateMixtures:
+def _mixtures(arrays: Mapping[str, npt.NDArray[Any]], name: str, dim: int, num_pdfs: int) -> StateMixtures:
     pdf_G = arrays[f"{name}.pdf"]
     if pdf_G.ndim != 1 or pdf_G.dtype != np.int64 or len(pdf_G) > 100 * num_pdfs \
             or not np.array_equal(np.unique(pdf_G), np.arange(num_pdfs)) or (np.diff(pdf_G) < 0).any():

@@ -1,7 +1,4 @@
-"""Forced alignment: equal segmentation first, then best paths, independent of any model.
-
-Letters: T frames, P pdfs.
-"""
+"""Forced alignment of T frames to P pdfs: equal segmentation first, then best paths."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import numpy.typing as npt
 from ngsgd.asr.align.gaussians import FRAMES_AT_ONCE, Axes, Gaussians, Matrix, Piece
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import decoding
-from ngsgd.asr.decode.decoding import Search
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
@@ -28,27 +24,21 @@ NUM_SILENCE_PASSES = 5
 # frames on either side over which speech/silence scores are smoothed
 SMOOTHING = 5
 # through the graph of a transcript, which is small
-_SEARCH = Search(acoustic_scale=1.0, beam=200.0, max_active=1_000_000)
-# for an utterance whose search failed
-_WIDER = replace(_SEARCH, beam=1600.0)
+_SEARCH = decoding.Search(acoustic_scale=1.0, beam=200.0, max_active=1_000_000)
+_WIDER = replace(_SEARCH, beam=1600.0)  # for an utterance whose search failed
 
-# utt_id -> states of its frames
-States = Mapping[str, PdfIds]
+States = Mapping[str, PdfIds]  # utt_id -> states of its frames
 # utt_id -> T x P: log densities, or log posteriors minus log priors
 Scores = Mapping[str, npt.NDArray[np.float32]]
 
 
 def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
-    """Divide every utterance into equal parts, one for each state of its words.
-
-    Silence of the length of a phone is assumed before, between and after the words, which have
-    their first pronunciation. Utterances with fewer frames than states are omitted.
+    """Divide every utterance into equal parts, one for each state of its words' first
+    pronunciations, with silence around them. Those with fewer frames than states are omitted.
     """
-    states = {}
-    for utt_id, words, num_frames in _utterances(corpus, oov):
-        path = equal_parts(corpus.language.topology, words, num_frames)
-        if path is not None:
-            states[utt_id] = path
+    paths = ((utt_id, equal_parts(corpus.language.topology, words, num_frames))
+             for utt_id, words, num_frames in _utterances(corpus, oov))
+    states = {utt_id: path for utt_id, path in paths if path is not None}
     if not states:
         raise DataError("No utterance has as many frames as its words have states; check the "
                         "lexicon, and that the transcripts belong to this audio.")
@@ -58,9 +48,8 @@ def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
 def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
     """Return a flat start in which only speech frames are divided into the states of the words.
 
-    Two Gaussians classify frames: one is initialized with the first and last frames of all
-    utterances, one with the others. They are re-estimated a few times on smoothed frame decisions.
-    If the speech is shorter than its states, the complete utterance is divided.
+    Two Gaussians, of the first and last frames of all utterances and of the others, classify
+    frames. If the speech is shorter than its states, the complete utterance is divided.
     """
     starts = flat_start(corpus, oov)
     x_TK = Decorrelated(corpus)
@@ -70,29 +59,25 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
         is_silence[utt_id] = (frame_T < width) | (frame_T >= len(pdf_T) - width)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
     for _ in range(NUM_SILENCE_PASSES):
-        fitted = Gaussians.fit(lambda: x_TK.pieces(
-            (utt_id, (~is_silence[utt_id]).astype(np.int32)) for utt_id in train), 2)
+        fitted = Gaussians.fit(lambda: x_TK.pieces((utt_id, (~is_silence[utt_id]).astype(np.int32)) for utt_id in train), 2)
         for utt_id in starts:
             loglik_T2 = fitted.log_likelihood(x_TK[utt_id])
-            better_T = np.convolve(loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1],
-                                   np.ones(2 * SMOOTHING + 1), mode="same")
-            is_silence[utt_id] = better_T[:len(loglik_T2)] > 0 if len(loglik_T2) > 2 * SMOOTHING else is_silence[utt_id]
+            if len(loglik_T2) > 2 * SMOOTHING:
+                better_T = loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1]
+                smooth_T = np.convolve(better_T, np.ones(2 * SMOOTHING + 1), mode="same")
+                is_silence[utt_id] = smooth_T > 0
+    topology = corpus.language.topology
     for utt_id, words, _ in _utterances(corpus, oov):
-        topology = corpus.language.topology
         # the first pronunciation of each word
         spoken = [pdf for word in words for pdf in topology.pdfs_of(topology.lexicon[word][0])]
         if utt_id in starts and (~is_silence[utt_id]).sum() >= len(spoken):
-            starts[utt_id] = _spread(is_silence[utt_id], spoken, topology.silence_pdfs)
+            pdf_T = np.empty_like(starts[utt_id])
+            # equal parts of silence and speech
+            for mask_T, pdfs in ((is_silence[utt_id], topology.silence_pdfs), (~is_silence[utt_id], spoken)):
+                at_T = np.arange(mask_T.sum()) * len(pdfs) // max(1, mask_T.sum())
+                pdf_T[mask_T] = np.array(pdfs, np.int32)[at_T]
+            starts[utt_id] = pdf_T
     return starts
-
-
-def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int],
-            silence: Sequence[int]) -> PdfIds:
-    """Assign equal parts of speech and silence frames to their states."""
-    pdf_T = np.empty(len(is_silence_T), dtype=np.int32)
-    for mask_T, states in ((is_silence_T, silence), (~is_silence_T, spoken)):
-        pdf_T[mask_T] = np.array(states, dtype=np.int32)[np.arange(mask_T.sum()) * len(states) // max(1, mask_T.sum())]
-    return pdf_T
 
 
 def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> PdfIds | None:
@@ -119,10 +104,8 @@ def score_by_gaussians(corpus: Corpus, states: States) -> Scores:
 class Computed(Mapping[str, npt.NDArray[np.float32]]):
     """Scores of utterances that are computed whenever they are read, and not kept."""
 
-    def __init__(self, utt_ids: Sequence[str],
-                 compute: Callable[[str], npt.NDArray[np.float32]]) -> None:
-        self._utt_ids = dict.fromkeys(utt_ids)
-        self._compute = compute
+    def __init__(self, utt_ids: Sequence[str], compute: Callable[[str], npt.NDArray[np.float32]]) -> None:
+        self._utt_ids, self._compute = dict.fromkeys(utt_ids), compute
 
     def __getitem__(self, utt_id: str) -> npt.NDArray[np.float32]:
         if utt_id not in self._utt_ids:
@@ -140,10 +123,8 @@ class Computed(Mapping[str, npt.NDArray[np.float32]]):
 class Realigned:
     """Best paths and their cost."""
 
-    # utt_id -> states of its frames
-    states: dict[str, PdfIds]
-    # utterances without a path, which keep their previous states
-    lost: tuple[str, ...]
+    states: dict[str, PdfIds]  # utt_id -> states of its frames
+    lost: tuple[str, ...]  # utterances without a path, which keep their previous states
     cost_per_frame: float
 
 
@@ -151,15 +132,9 @@ def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
             given: graphs.Graph | None = None, tied: Language | None = None) -> Realigned:
     """Find the best path of each utterance in `states` through the graph of its transcript.
 
-    Args:
-        corpus: has the transcripts.
-        states: the utterances to align, and the states of those without a path.
-        logliks: scores of each of these utterances, which are read once.
-        oov: word that replaces words missing in the lexicon.
-        given: a decoding graph with its own numbering of states; the result uses that numbering.
-            Default: the states of the phones of the lexicon.
-        tied: a language with a decision tree, whose tied states `logliks` scores. The result has
-            the states of the phones of the lexicon.
+    `oov` replaces words missing in the lexicon, and `logliks` are read once. A `given` decoding
+    graph has its own numbering of states, which the result has too. `logliks` may be of the tied
+    states of a language `tied`; the result has the states of the phones of the lexicon.
     """
     realigned, lost, cost, num_frames = {}, [], 0.0, 0
     in_context = graphs.graphs_in_context(tied) if tied else None
@@ -175,14 +150,15 @@ def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
             path = decoding.best_path(graph, loglik_TP, _SEARCH)
             if not path.is_complete:
                 path = decoding.best_path(graph, loglik_TP, _WIDER)
-            found_T = path.pdf_T
-            if graph.phone_states is not None:
-                found_T = np.array(graph.phone_states, np.int32)[found_T]
-            realigned[utt_id] = found_T if path.is_complete else states[utt_id]
-            if path.is_complete:
-                cost, num_frames = cost + path.cost, num_frames + length
-            else:
+            realigned[utt_id] = states[utt_id]
+            if not path.is_complete:
                 lost.append(utt_id)
+                continue
+            if graph.phone_states is None:
+                realigned[utt_id] = path.pdf_T
+            else:
+                realigned[utt_id] = np.array(graph.phone_states, np.int32)[path.pdf_T]
+            cost, num_frames = cost + path.cost, num_frames + length
     return Realigned(realigned, tuple(lost), cost / max(1, num_frames))
 
 
@@ -193,16 +169,12 @@ def share_changed(before: States, after: States) -> float:
 
 
 class Decorrelated(Mapping[str, Matrix]):
-    """T x K decorrelated features of the utterances of all sets.
-
-    Small corpora are kept in memory. Features of others are computed whenever they are read.
-    """
+    """T x K decorrelated features of all sets, in memory; of large corpora computed when read."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._sets = (corpus.train, corpus.valid, corpus.test)
         self._axes = Axes.of(corpus.train.frames.features_TD)
-        self._place = {utt_id: (speech.frames, u) for speech in self._sets
-                       for u, utt_id in enumerate(speech.frames.utt_ids)}
+        self._place = {utt_id: (speech.frames, u) for speech in self._sets for u, utt_id in enumerate(speech.frames.utt_ids)}
         self._kept: dict[str, Matrix] = {}
         if sum(speech.frames.num_frames for speech in self._sets) <= FRAMES_AT_ONCE:
             self._kept = {utt_id: self[utt_id] for utt_id in self}
@@ -221,18 +193,15 @@ class Decorrelated(Mapping[str, Matrix]):
 
     def pieces(self, labelled: Iterable[tuple[str, PdfIds]]) -> Iterator[Piece]:
         """Yield features and labels of utterances, some of them at once."""
-        group: list[Piece] = []
+        features, labels = list[Matrix](), list[PdfIds]()
         for utt_id, pdf_T in labelled:
-            group.append((self[utt_id], pdf_T))
-            if sum(len(labels) for _, labels in group) >= mapped.BLOCK_ROWS:
-                yield _joined(group)
-                group = []
-        if group:
-            yield _joined(group)
-
-
-def _joined(group: Sequence[Piece]) -> Piece:
-    return np.concatenate([x_TK for x_TK, _ in group]), np.concatenate([pdf_T for _, pdf_T in group])
+            features.append(self[utt_id])
+            labels.append(pdf_T)
+            if sum(map(len, labels)) >= mapped.BLOCK_ROWS:
+                yield np.concatenate(features), np.concatenate(labels)
+                features, labels = [], []
+        if labels:
+            yield np.concatenate(features), np.concatenate(labels)
 
 
 def _utterances(corpus: Corpus, oov: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
@@ -240,6 +209,5 @@ def _utterances(corpus: Corpus, oov: str) -> Iterator[tuple[str, tuple[str, ...]
     lexicon = corpus.language.topology.lexicon
     for speech in (corpus.train, corpus.valid, corpus.test):
         lengths = np.diff(speech.frames.offsets).tolist()
-        for utt_id, words, num_frames in zip(speech.frames.utt_ids, speech.texts, lengths,
-                                             strict=True):
-            yield utt_id, tuple(word if word in lexicon else oov for word in words), num_frames
+        for utt_id, words, length in zip(speech.frames.utt_ids, speech.texts, lengths, strict=True):
+            yield utt_id, tuple(word if word in lexicon else oov for word in words), length

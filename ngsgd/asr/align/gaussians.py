@@ -1,10 +1,7 @@
 """One Gaussian with a diagonal covariance per HMM state, for re-alignment after a flat start.
 
-A network can learn wrong labels and then confirm them. A Gaussian cannot, because it describes the
-properties shared by most of its frames. Everything is in closed form, without training. Features
-are decorrelated first (principal axes), because the covariance is diagonal, and time differences
-are appended.
-
+A network can learn wrong labels and then confirm them. A Gaussian describes what most of its frames
+share. Features are decorrelated first (principal axes), and time differences are appended.
 Letters: T frames, D features, K decorrelated features with differences, P pdfs.
 """
 
@@ -22,13 +19,10 @@ from ngsgd.data import mapped
 from ngsgd.errors import DataError
 
 Matrix = npt.NDArray[np.float64]
-# frames and their states
-Piece = tuple[Matrix, npt.NDArray[np.int32]]
+Piece = tuple[Matrix, npt.NDArray[np.int32]]  # frames and their states
 
-# usual number of cepstra
-MOST_AXES = 13
-# minimum variance of a state, relative to that of all frames
-VARIANCE_FLOOR = 0.05
+MOST_AXES = 13  # usual number of cepstra
+VARIANCE_FLOOR = 0.05  # minimum variance of a state, relative to that of all frames
 # a state with fewer frames gets the mean and variance of all frames
 FEWEST_FRAMES = 5
 # of a matrix product; more frames, about three hours, are added up
@@ -46,11 +40,7 @@ class Axes:
 
     @classmethod
     def of(cls, features_TD: npt.NDArray[np.float32]) -> Axes:
-        """Compute at most `MOST_AXES` axes of largest variance of all frames.
-
-        Raises:
-            DataError: no feature varies.
-        """
+        """Compute up to `MOST_AXES` axes of largest variance; DataError if no feature varies."""
         mean_D = np.zeros(features_TD.shape[1])
         for block_TD in mapped.blocks(features_TD):
             mean_D = cmvn.added(mean_D, block_TD)
@@ -85,10 +75,8 @@ class Gaussians:
 
     @classmethod
     def fit(cls, pieces: Callable[[], Iterable[Piece]], num_pdfs: int) -> Gaussians:
-        """Estimate by maximum likelihood with a variance floor.
-
-        `pieces` returns all frames and their states; it is called twice. The result is bitwise that
-        of one piece.
+        """Estimate by maximum likelihood with a variance floor. `pieces` returns all frames and
+        their states, and is called twice; the result is bitwise that of one piece.
         """
         count_P = np.zeros(num_pdfs)
         all_K, sum_PK, square_PK = np.zeros(0), np.zeros((num_pdfs, 0)), np.zeros((num_pdfs, 0))

@@ -1,10 +1,7 @@
 """Decision trees from aligned speech: statistics of phones in context, questions, and splits.
 
-As Kaldi's `acc-tree-stats`, `cluster-phones` and `build-tree`: each context has one diagonal
-Gaussian, phones are clustered bottom up into questions, and the split with the largest gain in
-log-likelihood is made first.  Every phone and state has its own root; silence is not split.
-
-Letters: N contexts, D features, Q questions, V phones with the edge (V = number of phones + 1).
+As Kaldi's `acc-tree-stats`, `cluster-phones` and `build-tree`. Every phone and state has its own
+root; silence is not split. N contexts, D features, Q questions, V phones with the edge.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from ngsgd import files
 from ngsgd.asr.align.gaussians import Axes, sums_by_state
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang.context_tree import EDGE, STATE, ContextTree, Leaf, Node, Split, Table
-from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import STATES_PER_PHONE
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.counting import counted
@@ -38,24 +34,15 @@ Ints = npt.NDArray[np.int64]
 
 SILENCE = 1
 LEFT, CENTER, RIGHT = 0, 1, 2
-# of features with unit variance, as Kaldi's --variance-floor
-VARIANCE_FLOOR = 0.01
-# raise it when the same labels would give another tree
-_VERSION = 2
+VARIANCE_FLOOR = 0.01  # of features with unit variance, as Kaldi's --variance-floor
+_VERSION = 2  # raise it when the same labels would give another tree
 
 
 @dataclass(frozen=True)
 class ContextStats:
-    """Sums over the frames of each context: left, center and right phone, state of the center.
+    """Sums over the frames of each context: left, center and right phone, state of the center."""
 
-    Attributes:
-        context_N4: left, center, right (numbers from 1, `EDGE` at the edge), state.
-        count_N: frames.
-        sum_ND: features.
-        square_ND: squared features.
-    """
-
-    context_N4: Ints
+    context_N4: Ints  # left, center, right (numbers from 1, `EDGE` at the edge), state
     count_N: Matrix
     sum_ND: Matrix
     square_ND: Matrix
@@ -67,8 +54,7 @@ class ContextStats:
         if not pairs:
             raise DataError("No utterance is aligned, so that no decision tree can be made; align "
                             "the training set first.")
-        context_N4, of_T = np.unique(np.concatenate([c for c, _ in pairs]), axis=0,
-                                     return_inverse=True)
+        context_N4, of_T = np.unique(np.concatenate([c for c, _ in pairs]), axis=0, return_inverse=True)
         x_TD = np.concatenate([x for _, x in pairs])
         sum_ND, square_ND = (sums_by_state(y_TD, of_T, len(context_N4)) for y_TD in (x_TD, x_TD**2))
         count_N = np.bincount(of_T, minlength=len(context_N4)).astype(np.float64)
@@ -80,11 +66,7 @@ class ContextStats:
 
 
 def contexts_of_frames(phone_T: Ints, state_T: Ints) -> Ints:
-    """Return left phone, center phone, right phone and state of each frame (T x 4).
-
-    A phone begins where the phone changes or its state steps back; neighboring frames of silence
-    are one phone.
-    """
+    """Left, center, right phone and state (T x 4); neighboring frames of silence are one phone."""
     begins_T = begins_of_phones(phone_T, state_T)
     instance_T = begins_T.cumsum() - 1
     phone_I = np.concatenate([[EDGE], phone_T[begins_T], [EDGE]])
@@ -94,26 +76,17 @@ def contexts_of_frames(phone_T: Ints, state_T: Ints) -> Ints:
 def begins_of_phones(phone_T: Ints, state_T: Ints) -> npt.NDArray[np.bool_]:
     """Return whether a phone begins with a frame, as in `contexts_of_frames`."""
     begins_T = np.ones(len(phone_T), np.bool_)
-    begins_T[1:] = (phone_T[1:] != phone_T[:-1]) | ((state_T[1:] < state_T[:-1])
-                                                    & (phone_T[1:] != SILENCE))
+    begins_T[1:] = (phone_T[1:] != phone_T[:-1]) | ((state_T[1:] < state_T[:-1]) & (phone_T[1:] != SILENCE))
     return begins_T
 
 
 def build_tree(stats: ContextStats, *, num_phones: int, num_silence_states: int, num_leaves: int,
                width: int = 3, min_count: float = 100.0) -> ContextTree:
-    """Build a tree over triphones or left biphones.
+    """Build a tree over triphones (width 3) or left biphones (2).
 
-    Args:
-        stats: sums of the training frames, of features with about unit variance.
-        num_phones: largest phone number; 1 is silence.
-        num_silence_states: states of silence, which are the first pdfs.
-        num_leaves: number of pdfs to stop at. The roots alone may be more.
-        width: 3 for triphones, 2 for left biphones, which do not ask for the right phone.
-        min_count: fewest frames of a pdf after a split.
-
-    Returns:
-        A tree with at most `num_leaves` pdfs, or one per phone and state if that is more. Phones
-        without frames keep one pdf per state.
+    `stats` are sums of the training frames. The tree has at most `num_leaves` pdfs, or one per
+    phone and state if that is more, each of at least `min_count` frames after a split. Phone 1 is
+    silence, whose states are the first pdfs; phones without frames keep one pdf per state.
     """
     questions_QV, table_NK = phone_questions(stats, num_phones), stats.table()
     keys = (LEFT, RIGHT)[: width - 1]
@@ -139,18 +112,15 @@ def build_tree(stats: ContextStats, *, num_phones: int, num_silence_states: int,
 
 
 def phone_questions(stats: ContextStats, num_phones: int) -> npt.NDArray[np.bool_]:
-    """Return sets of phones (Q x V) by bottom-up clustering of the middle states.
-
-    Every phone and every cluster but that of all phones is a question. The edge of an utterance
-    belongs to the sets that hold silence.
+    """Return sets of phones (Q x V) by bottom-up clustering of the middle states; the edge of an
+    utterance belongs to the sets that hold silence.
     """
     is_middle_N = stats.context_N4[:, 3] == STATES_PER_PHONE // 2
     is_middle_N |= (stats.context_N4[:, CENTER] == SILENCE)
     table_NK = stats.table()
     table_VK = np.zeros((num_phones + 1, table_NK.shape[1]))
     np.add.at(table_VK, stats.context_N4[is_middle_N, CENTER], table_NK[is_middle_N])
-    clusters = [(frozenset({phone}), table_VK[phone]) for phone in range(1, num_phones + 1)
-                if table_VK[phone, 0] > 0]
+    clusters = [(frozenset({phone}), table_VK[phone]) for phone in range(1, num_phones + 1) if table_VK[phone, 0] > 0]
     found = [members for members, _ in clusters]
     while len(clusters) > 2:
         _, one, other = min(
@@ -175,11 +145,9 @@ class _Growing:
     gain: float = 0.0
     key: int = LEFT
     asked_V: npt.NDArray[np.bool_] | None = None
-    # yes, no
-    children: tuple[_Growing, _Growing] | None = None
+    children: tuple[_Growing, _Growing] | None = None  # yes, no
 
-    def find_split(self, questions_QV: npt.NDArray[np.bool_], keys: Sequence[int],
-                   min_count: float) -> None:
+    def find_split(self, questions_QV: npt.NDArray[np.bool_], keys: Sequence[int], min_count: float) -> None:
         """Find the question about one of `keys` with the most gain in log-likelihood; 0: none."""
         total_K = self.table_NK.sum(axis=0)
         for key in keys:
@@ -197,25 +165,20 @@ class _Growing:
         """Divide the contexts by the question that `find_split` found."""
         assert self.asked_V is not None
         is_yes_N = self.asked_V[self.context_N4[:, self.key]]
-        yes, no = (_Growing(self.context_N4[part_N], self.table_NK[part_N])
-                   for part_N in (is_yes_N, ~is_yes_N))
+        yes, no = (_Growing(self.context_N4[part_N], self.table_NK[part_N]) for part_N in (is_yes_N, ~is_yes_N))
         self.children = yes, no
         return self.children
 
 
-def _numbered(roots: dict[tuple[int, int], _Growing], num_phones: int,
-              num_silence_states: int, width: int) -> ContextTree:
+def _numbered(roots: dict[tuple[int, int], _Growing], num_phones: int, num_silence_states: int, width: int) -> ContextTree:
     """The finished tree; pdfs of silence come first, then those of the phones in their order."""
-    next_pdf = num_silence_states
+    numbers = itertools.count(num_silence_states)
 
     def finished(node: _Growing) -> Node:
-        nonlocal next_pdf
         if node.children is None or node.asked_V is None:
-            next_pdf += 1
-            return Leaf(next_pdf - 1)
+            return Leaf(next(numbers))
         yes, no = map(finished, node.children)
         return Split(node.key, frozenset(np.flatnonzero(node.asked_V).tolist()), yes, no)
-
     silence = Table(STATE, tuple(map(Leaf, range(num_silence_states))))
     phones = [Table(STATE, tuple(finished(roots[phone, state]) for state in range(STATES_PER_PHONE)))
               for phone in range(2, num_phones + 1)]
@@ -223,10 +186,7 @@ def _numbered(roots: dict[tuple[int, int], _Growing], num_phones: int,
 
 
 def _log_likelihood(table: Matrix) -> Matrix:
-    """The log-likelihood of frames under their own diagonal Gaussian; 0 for no frames.
-
-    Rows of `table` are count, sums and squares.
-    """
+    """The log-likelihood of frames (rows of count, sums, squares) under their own Gaussian."""
     num_features = (table.shape[-1] - 1) // 2
     count = table[..., 0]
     safe = np.maximum(count, 1e-30)[..., None]
@@ -236,8 +196,7 @@ def _log_likelihood(table: Matrix) -> Matrix:
     return np.asarray(-0.5 * count * (np.log(variance).sum(axis=-1) + constant))
 
 
-def phones_and_states(pdf_T: Sequence[int] | npt.NDArray[np.int32],
-                      num_silence_states: int) -> tuple[Ints, Ints]:
+def phones_and_states(pdf_T: Sequence[int] | npt.NDArray[np.int32], num_silence_states: int) -> tuple[Ints, Ints]:
     """Return phone numbers (1 is silence) and states of pdfs that are not tied."""
     after_T = np.asarray(pdf_T, np.int64) - num_silence_states
     is_speech_T = after_T >= 0
@@ -246,61 +205,47 @@ def phones_and_states(pdf_T: Sequence[int] | npt.NDArray[np.int32],
     return phone_T, state_T
 
 
-# Tied states as the labels of a corpus ------------------------------------------------------------
-
-
 def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
                      report: Callable[[str], None], width: int = 3) -> Corpus:
     """Replace the labels of all aligned sets by tied states of triphones, or left biphones (2).
 
-    The tree is built from the training set, or read from `cache_root` if it was built before from
-    the same labels.
-
-    Raises:
-        DataError: the training set has no labels, or those of a graph that came with the data.
+    The tree is built from the training set, or read from `cache_root`. Raises DataError if the
+    training set has no labels, or those of a graph that came with the data.
     """
     topology = corpus.language.topology
-    language = replace(corpus.language, given=None)
     if not corpus.train.is_aligned or corpus.num_pdfs != topology.num_pdfs:
         raise DataError("data.num_leaves ties the states of the lexicon's phones, and the labels "
                         "of this corpus are states of another graph; remove data.num_leaves.")
     report(Phase("building the decision tree"))
     tree = _tree(corpus, num_leaves, width, cache_root)
     if tree.num_pdfs == topology.num_pdfs:
-        report(f"decision tree: no split of the {counted(tree.num_pdfs, 'state')} of single phones, "
-               "because "
-               f"data.num_leaves={num_leaves} is not larger or the training set is too small (a "
-               "leaf needs 100 frames)")
+        report(f"decision tree: no split of the {counted(tree.num_pdfs, 'state')} of single "
+               f"phones, because data.num_leaves={num_leaves} is not larger or the training set is "
+               "too small (a leaf needs 100 frames)")
     else:
         report(f"decision tree: {counted(tree.num_pdfs, 'tied state')} of "
                f"{counted(len(topology.phones), 'phone')}"
                f"{' with their left neighbors' if width == 2 else ''}")
-    language = replace(language, tree=tree)
     sets: dict[str, Any] = {}
     for name in ("train", "valid", "test"):
         speech: SpeechSet = getattr(corpus, name)
-        sets[name] = with_tied_labels(speech, language) if speech.is_aligned else speech
-    labels = b"".join(speech.frames.pdf_T.tobytes() for speech in sets.values())
-    content = hashlib.sha256(corpus.digest.encode() + labels).hexdigest()
-    return replace(corpus, **sets, language=language, content=content)
-
-
-def with_tied_labels(speech: SpeechSet, language: Language) -> SpeechSet:
-    """The set with the tied states of its labels, which are states of phones."""
-    tree, topology = language.tree, language.topology
-    assert tree is not None
-    labels = np.empty_like(speech.frames.pdf_T)
-    offsets = speech.frames.offsets
-    for start, end, pdf_T in zip(offsets[:-1], offsets[1:], speech.split_pdfs(), strict=True):
-        context_T4 = contexts_of_frames(*phones_and_states(pdf_T, topology.num_silence_states))
-        context_N4, of_T = np.unique(context_T4, axis=0, return_inverse=True)
-        pdf_N = [tree.pdf(window, state) for *window, state in context_N4.tolist()]
-        labels[start:end] = np.array(pdf_N, np.int32)[of_T]
-    return replace(speech, frames=replace(speech.frames, pdf_T=labels))
+        frames = speech.frames
+        if speech.is_aligned:
+            labels, bounds = np.empty_like(frames.pdf_T), itertools.pairwise(frames.offsets)
+            for (start, end), pdf_T in zip(bounds, speech.split_pdfs(), strict=True):
+                context_T4 = contexts_of_frames(*phones_and_states(pdf_T, topology.num_silence_states))
+                context_N4, of_T = np.unique(context_T4, axis=0, return_inverse=True)
+                pdf_N = [tree.pdf(window, state) for *window, state in context_N4.tolist()]
+                labels[start:end] = np.array(pdf_N, np.int32)[of_T]
+            speech = replace(speech, frames=replace(frames, pdf_T=labels))
+        sets[name] = speech
+    content = hashlib.sha256(corpus.digest.encode())
+    for speech in sets.values():
+        content.update(speech.frames.pdf_T.tobytes())
+    return replace(corpus, **sets, language=replace(corpus.language, given=None, tree=tree), content=content.hexdigest())
 
 
 def _tree(corpus: Corpus, num_leaves: int, width: int, cache_root: Path) -> ContextTree:
-    """The tree of the training set, from the cache if it is there."""
     train, topology = corpus.train, corpus.language.topology
     name = cache_name("tree", version=_VERSION, corpus=corpus.digest, num_leaves=num_leaves, width=width)
     path = cache_root / f"{name}.txt"

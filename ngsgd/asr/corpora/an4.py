@@ -1,8 +1,7 @@
-"""AN4 (the Census corpus of CMU) from its public cepstra.
+"""AN4 (the Census corpus of CMU) from its public cepstra, and optionally a GMM's labels and graph.
 
-The inputs are Kaldi archives, transcripts, dictionary and language model, and optionally the
-labels and the graph of a GMM. The data are not part of the package; an4.sha256 lists the files.
-There is no development set, so complete speakers of the training set are held out for validation.
+The data are not part of the package; an4.sha256 lists the files. There is no development set, so
+complete speakers of the training set are held out for validation.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ SPEECH = ("feats_train.ark", "feats_test.ark", "text_train", "text_test", "utt2s
 # of a GMM, and not public: the settings that need them, and those that do not
 OF_GMM = {
     "labels": (("ali_train.npz", "ali_test.npz"), "data.alignment=flat makes labels from the transcripts"),
-    "graph": (("HCLG.fst", "ali.json", "ali_train.npz"), "decode.graph=made makes a graph from dictionary and unigrams"),
-}
+    "graph": (("HCLG.fst", "ali.json", "ali_train.npz"), "decode.graph=made makes a graph from dictionary and unigrams")}
 
 
 def require_of_gmm(source: str, wanted: Sequence[str]) -> None:
@@ -58,7 +56,6 @@ def fingerprint(data: DataConfig) -> dict[str, Any]:
 
 
 def _of_gmm(folder: Path) -> list[str]:
-    """Keys of `OF_GMM` whose files all exist."""
     return [kind for kind, (names, _) in OF_GMM.items() if all((folder / name).is_file() for name in names)]
 
 
@@ -102,8 +99,7 @@ def _read_set(folder: Path, name: str, *, is_labeled: bool) -> list[FramedUttera
     speakers = tables.Table(folder / f"utt2spk_{name}")
     pdfs = alignments.read(folder / f"ali_{name}.npz").pdf_T if is_labeled \
         else {utt_id: unaligned(len(features[utt_id])) for utt_id in texts}
-    return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()),
-                            features[utt_id], pdfs[utt_id])
+    return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()), features[utt_id], pdfs[utt_id])
             for utt_id, text in texts.items()]
 
 
@@ -126,8 +122,7 @@ def _language(folder: Path, *, has_graph: bool) -> Language:
     if not has_graph:
         return Language(topology, arpa=arpa)
     about = json.loads((folder / "ali.json").read_text(encoding="utf-8"))
-    numbered = sorted((number, word) for word, number in about["words"].items() if number)
-    words = dict(numbered)
+    words = dict(sorted((number, word) for word, number in about["words"].items() if number))
     with np.load(folder / "ali_train.npz") as arrays:
         tid2pdf = tuple(arrays["tid2pdf"].tolist())
     given = GivenGraph((folder / "HCLG.fst").read_bytes(),

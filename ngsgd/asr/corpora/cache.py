@@ -37,8 +37,7 @@ ARRAYS = ("features_TD", "pdf_T", "offsets")
 _CMVN = ".cmvn.npz"
 # lists of train.json and so on
 _COLUMN_OF: Mapping[str, Callable[[Iterable[Any]], Sequence[Any]]] = {"utt_ids": Strings, "texts": WordLists, "speakers": Strings}
-# names and words of a set
-_MAX_NAMES_BYTES = 1 << 34
+_MAX_NAMES_BYTES = 1 << 34  # names and words of a set
 
 
 class DamagedError(Exception):
@@ -83,11 +82,7 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
 
 
 def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
-    """Load the sets, the language, and a digest of all files.
-
-    Raises:
-        DamagedError: a file is missing or does not match its checksum.
-    """
+    """Load sets, language and a digest of all files; DamagedError if one is missing or changed."""
     try:
         manifest = files.unsealed("corpus", files.read_json(folder / MANIFEST))
     except (OSError, ValueError) as error:
@@ -121,7 +116,6 @@ def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
     if f"{name}{_CMVN}" in listed:
         with np.load(folder / f"{name}{_CMVN}") as arrays:
             names = arrays["names"].tolist()
-            units = CmvnStats(dict(zip(names, arrays["stats"], strict=True)),
-                              Selected(names, map(int, arrays["unit_U"])))
+            units = CmvnStats(dict(zip(names, arrays["stats"], strict=True)), Selected(names, map(int, arrays["unit_U"])))
     return SpeechSet(frames, words["texts"], words["speakers"], units,
                      np.load(raw, mmap_mode="r") if raw.name in listed else None)

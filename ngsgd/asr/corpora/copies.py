@@ -43,11 +43,7 @@ def original(name: str) -> str:
 
 
 def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
-    """Raise DataError for an utterance in two sets, also as a copy.
-
-    Args:
-        listed: the utterances of each set; those of "added" are training data.
-    """
+    """Raise DataError for an utterance in two sets, also as a copy; "added" is training data."""
     names = list(listed)
     set_U = np.repeat(np.arange(len(names)), [len(listed[name]) for name in names])
     first_N = np.searchsorted(set_U, np.arange(len(names)))
@@ -55,10 +51,8 @@ def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
 
     def at(u: int) -> UtteranceEntry:
         return listed[names[set_U[u]]][u - int(first_N[set_U[u]])]
-
     for is_copied in (False, True):
-        hashes = array("q", (hash(original(one.utt_id) if is_copied else one.utt_id)
-                             for name in names for one in listed[name]))
+        hashes = array("q", (hash(original(one.utt_id) if is_copied else one.utt_id) for name in names for one in listed[name]))
         hash_N = np.array(hashes, np.int64)
         order_N = np.argsort(hash_N, kind="stable")
         begins = np.flatnonzero(np.diff(hash_N[order_N]) != 0) + 1
@@ -71,13 +65,11 @@ def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
                 are_twins = source == original(second.utt_id) and (
                     source in names_of_both or all(map(_AT_OTHER_SPEED.search, names_of_both)))
                 if is_copied and is_apart and are_twins:
-                    raise DataError(f"{second.where}: {second.utt_id} and {first.utt_id} of another set "
-                                    f"({first.where}) "
-                                    "are copies of one utterance, so a result would be too good; remove one "
-                                    "of them.")
+                    raise DataError(f"{second.where}: {second.utt_id} and {first.utt_id} of "
+                                    f"another set ({first.where}) are copies of one utterance, so "
+                                    "a result would be too good; remove one of them.")
                 if not is_copied and first.utt_id == second.utt_id:
-                    raise DataError(f"{second.where}: {second.utt_id} is also in another set ({first.where}); "
-                                    "give "
+                    raise DataError(f"{second.where}: {second.utt_id} is also in another set ({first.where}); give "
                                     "every utterance a unique name, or remove it from one of them.")
 
 
@@ -87,26 +79,21 @@ def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) ->
     for option, pattern in _OWN.items():
         found = next((one for one in listed if pattern.search(one.utt_id)), None) if is_used[option] else None
         if found:
-            raise DataError(f"{found.where}: {found.utt_id} is a copy, and augment.{option} would change it "
-                            "again; "
-                            "remove the copies, or set data.labels=one_step (data.labels=ladder has "
-                            "augment.speed=all).")
+            raise DataError(f"{found.where}: {found.utt_id} is a copy, and augment.{option} would "
+                            "change it again; remove the copies, or set data.labels=one_step "
+                            "(data.labels=ladder has augment.speed=all).")
 
-
-# Held-out sets ------------------------------------------------------------------------------------
 
 # with fewer speakers, holding out a speaker removes too much training data
 _FEWEST_SPEAKERS = 4
 SomeUtterance = TypeVar("SomeUtterance", UtteranceEntry, Utterance, FramedUtterance)
 
 
-def hold_out(train: Sequence[SomeUtterance], *,
-             share: float) -> tuple[Sequence[SomeUtterance], Sequence[SomeUtterance]]:
+def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[Sequence[SomeUtterance], Sequence[SomeUtterance]]:
     """Split into (train, valid): complete speakers until `share` of the utterances is reached.
 
-    With few speakers, single utterances are held out. The selection depends on the names alone, in
-    the order of their SHA-256. It is therefore independent of the order of the files, and nearly
-    independent of added or removed speakers. The copies of a held-out utterance are in neither set.
+    With few speakers, single utterances are held out. The selection depends on the SHA-256 of the
+    names alone. The copies of a held-out utterance are in neither set.
     """
     by_speaker = len({original(one.speaker) for one in train}) >= _FEWEST_SPEAKERS
     units = Strings(original(one.speaker if by_speaker else one.utt_id) for one in train)
@@ -119,8 +106,7 @@ def hold_out(train: Sequence[SomeUtterance], *,
         raise DataError(f"The training set has {len(train)} utterance(s), too few to hold any out "
                         "for validation; add data, or a validation set.")
     is_held = array("b", (unit in held for unit in units))
-    originals = {one.utt_id for one, flag in zip(train, is_held, strict=True)
-                 if flag and original(one.utt_id) == one.utt_id}
+    originals = {one.utt_id for one, flag in zip(train, is_held, strict=True) if flag and original(one.utt_id) == one.utt_id}
     valid = (u for u, (one, flag) in enumerate(zip(train, is_held, strict=True))
              if flag and (one.utt_id in originals or original(one.utt_id) not in originals))
     return Selected(train, (u for u, flag in enumerate(is_held) if not flag)), Selected(train, valid)

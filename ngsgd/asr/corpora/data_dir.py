@@ -47,18 +47,12 @@ class UtteranceEntry:
     utt_id: str
     speaker: str
     words: tuple[str, ...]
-    # audio, or an entry of a feats.scp
-    content: Piece | Entry
-    # file:line of the transcript
-    where: str
+    content: Piece | Entry  # audio, or an entry of a feats.scp
+    where: str  # file:line of the transcript
 
 
 class Listing(Column[UtteranceEntry]):
-    """Utterances in an unnamed temporary file; they are created when they are read.
-
-    Raises:
-        DataError: two have one name.
-    """
+    """Utterances in a temporary file, made when they are read; DataError if two have one name."""
 
     def __init__(self, entries: Iterable[UtteranceEntry]) -> None:
         hashes = array("q")
@@ -67,12 +61,11 @@ class Listing(Column[UtteranceEntry]):
             for one in entries:
                 hashes.append(hash(one.utt_id))
                 yield json.dumps(to_json(one)).encode()
-
         self._records = Spool(records())
         if twice := Index(hashes, lambda at: self[at].utt_id).duplicate():
             first, second = (self[at] for at in twice)
-            raise DataError(f"{second.where}: {second.utt_id} is also in {first.where}; give every utterance a "
-                            "unique name, or remove one of them.")
+            raise DataError(f"{second.where}: {second.utt_id} is also in {first.where}; give every "
+                            "utterance a unique name, or remove one of them.")
 
     def __len__(self) -> int:
         return len(self._records)
@@ -82,7 +75,7 @@ class Listing(Column[UtteranceEntry]):
 
 
 def to_json(one: UtteranceEntry) -> dict[str, Any]:
-    """Return the utterance for a file or another process; `of_json` reads it."""
+    """Return the utterance for a file or another process."""
     content = one.content
     kind = {"path": str(content.path)} if isinstance(content, Piece) else {}
     return {"utt_id": one.utt_id, "speaker": one.speaker, "words": one.words, "where": one.where,
@@ -90,18 +83,16 @@ def to_json(one: UtteranceEntry) -> dict[str, Any]:
 
 
 def of_json(tree: Mapping[str, Any]) -> UtteranceEntry:
-    """Return the utterance."""
+    """Return the utterance of `to_json`."""
     content = tree["content"]
     found = Entry(**content) if "value" in content else Piece(**{**content, "path": Path(content["path"])})
-    return UtteranceEntry(tree["utt_id"], tree["speaker"], tuple(tree["words"]), found,
-                          tree["where"])
+    return UtteranceEntry(tree["utt_id"], tree["speaker"], tuple(tree["words"]), found, tree["where"])
 
 
 def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     """Read the tables of a data directory; the utterances are in the order of `text`."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; create it, or set data.source to another "
-                        "folder.")
+        raise DataError(f"{folder} is not a folder; create it, or set data.source to another folder.")
     texts, speakers = tables.Table(folder / "text"), tables.Table(folder / "utt2spk")
     source = folder / ("feats.scp" if given_features else "segments" if (folder / "segments").exists() else "wav.scp")
     contents = tables.Table(source)
@@ -109,39 +100,31 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     for others, path in ((speakers, folder / "utt2spk"), (contents, source)):
         for utt_id, text in texts.items():
             if utt_id not in others:
-                raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; add it, "
-                                "or remove the transcript.")
+                raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; "
+                                "add it, or remove the transcript.")
         for utt_id, other in others.items():
             if utt_id not in texts:
-                raise DataError(f"{other.where}: {utt_id} has no transcript in text; add it, or remove "
-                                "the line.")
+                raise DataError(f"{other.where}: {utt_id} has no transcript in text; add it, or remove the line.")
     for utt_id, speaker in speakers.items():
         if len(speaker.value.split()) != 1:
-            raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; "
-                            "write one word.")
+            raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; write one word.")
     return Listing(UtteranceEntry(utt_id, speakers[utt_id].value, tuple(text.value.split()),
-                                  content_of(utt_id, contents[utt_id]), text.where)
-                   for utt_id, text in texts.items())
+                                  content_of(utt_id, contents[utt_id]), text.where) for utt_id, text in texts.items())
 
 
-def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object] | None,
-                path: Path) -> None:
-    """Raise DataError for an empty transcript, or a word that is not in the lexicon `known`."""
+def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object] | None, source: str, advice: str) -> None:
+    """Raise DataError for an empty transcript, or a word not in the lexicon `known` (`source`)."""
     for one in utterances:
         if not one.words:
-            raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, "
-                            "or remove the utterance.")
+            raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its "
+                            "words, or remove the utterance.")
         if known is not None and (unknown := next((word for word in one.words if word not in known), None)):
-            raise DataError(f"{one.where}: the word {unknown} of {one.utt_id} is not in the lexicon "
-                            f"{path}{lexicon.alike(unknown, known)}; add it there, or set data.oov_word to "
-                            "the word that replaces unknown ones.")
+            raise DataError(f"{one.where}: the word {unknown} of {one.utt_id} is not in {source}"
+                            f"{lexicon.alike(unknown, known)}; {advice}.")
 
 
 def identity(one: UtteranceEntry, folder: Path) -> str:
-    """Return name, speaker and words of an utterance, and path, size, time and part of its file.
-
-    Features are below `folder`.
-    """
+    """Name, speaker, words and part of an utterance; path, size, time of its file (in `folder`)."""
     if isinstance(one.content, Piece):
         path = one.content.path
         part = f"{one.content.start_s} {one.content.end_s} {one.content.channel} {one.content.side}"
@@ -151,10 +134,8 @@ def identity(one: UtteranceEntry, folder: Path) -> str:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); correct "
-                        "the path.") from error
-    return (f"{one.utt_id} {one.speaker} {' '.join(one.words)} "
-            f"{path} {status.st_size} {status.st_mtime_ns} {part}")
+        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); correct the path.") from error
+    return f"{one.utt_id} {one.speaker} {' '.join(one.words)} {path} {status.st_size} {status.st_mtime_ns} {part}"
 
 
 def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[FramedUtterance]:
@@ -210,12 +191,15 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
     recordings = contents if source == "wav.scp" else tables.Table(folder / "wav.scp")
     for entry in recordings.values():
         if entry.value.endswith("|") or entry.value.startswith("|"):
-            raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "
-                            "from data files; convert the audio to wav or flac and write the name of "
-                            "the file.")
+            raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never "
+                            "runs from data files; convert the audio to wav or flac and write the name of the file.")
         if "\0" in entry.value:
             raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
-    sides = _sides(folder / "reco2file_and_channel")
+    # channels of lines "recording file A" (or 1), from 0; other lines are ignored
+    path = folder / "reco2file_and_channel"
+    rows = [line.split() for _, line in lines.read(path)] if path.is_file() else []
+    sides = {row[0]: int(row[2]) - 1 if row[2].isdigit() else ord(row[2].upper()) - ord("A")
+             for row in rows if len(row) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", row[2])}
     if source == "wav.scp":
         return lambda utt_id, entry: Piece(named_in(folder, entry.value), entry.where, side=sides.get(utt_id))
     # segments of a recording follow each other
@@ -228,25 +212,14 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
             if len(channels) > 1 or any(lines.as_int(one) < 0 for one in channels):
                 raise ValueError("several channels, or one below 0")
         except ValueError as error:
-            raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at "
-                            "most a channel from 0; "
-                            "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
+            raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two "
+                            "times and at most a channel from 0; write \"utterance recording start "
+                            "end\", or \"utterance recording start end channel\".") from error
         if recording not in recordings:
             raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in "
                             f"{folder / 'wav.scp'}; add it there.")
         if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-            raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
-                            "increasing times from 0.")
+            raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write increasing times from 0.")
         channel = int(channels[0]) if channels else None
         return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
-
     return segment
-
-
-def _sides(path: Path) -> dict[str, int]:
-    """Channels of lines "recording file A" (or 1), from 0; other lines are ignored."""
-    if not path.is_file():
-        return {}
-    rows = (line.split() for _, line in lines.read(path))
-    return {words[0]: int(words[2]) - 1 if words[2].isdigit() else ord(words[2].upper()) - ord("A")
-            for words in rows if len(words) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", words[2])}

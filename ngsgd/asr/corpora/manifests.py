@@ -1,9 +1,7 @@
 """Reader of lhotse manifests without lhotse: recordings and supervisions as JSON lines.
 
-The files may be compressed by gzip. Each set NAME is train, valid (or dev) or test. Its files are
-NAME/recordings.jsonl.gz and NAME/supervisions.jsonl.gz. Alternatively they are files whose names
-contain "recordings" or "supervisions" and the name of the set, as in recipes of lhotse
-(librispeech_recordings_train-clean-5.jsonl.gz).
+The files of a set NAME (train, valid or dev, test), plain or .gz, are NAME/recordings.jsonl and
+NAME/supervisions.jsonl, or have "recordings" or "supervisions" and NAME in their names.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from ngsgd.errors import DataError
 from ngsgd.files import named_in, parse_json
 
 _NAMES = {"train": ("train",), "valid": ("valid", "dev"), "test": ("test",)}
-# strings of an item that become words and names
-_TEXTS = ("id", "recording_id", "speaker", "text")
+_TEXTS = ("id", "recording_id", "speaker", "text")  # strings of an item that become words and names
 _SUFFIXES = (".jsonl.gz", ".jsonl")
 
 
@@ -35,8 +32,7 @@ def read_sets(source: Path) -> dict[str, Sequence[UtteranceEntry]]:
             sets[name] = _read_set(*found.values())  # type: ignore[arg-type]
         elif name != "valid":
             missing = next(kind for kind, path in found.items() if path is None)
-            raise DataError(f"{source} contains no manifest of the {missing} of {name}; add "
-                            f"{name}/{missing}.jsonl.gz.")
+            raise DataError(f"{source} contains no manifest of the {missing} of {name}; add {name}/{missing}.jsonl.gz.")
     return sets
 
 
@@ -58,8 +54,7 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
                 return inside
             if len(adjacent) > 1:
                 raise DataError(f"{source} contains several manifests of the {kind} of {name}, "
-                                f"{adjacent[0].name} and {adjacent[1].name}; copy the intended one to "
-                                f"{name}/{kind}{suffix}.")
+                                f"{adjacent[0].name} and {adjacent[1].name}; copy the intended one to {name}/{kind}{suffix}.")
             if adjacent:
                 return adjacent[0]
     return None
@@ -74,10 +69,8 @@ def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
 
 
 class _Recording(NamedTuple):
-    """A recording of a manifest: a file, and the names of its channels in their order."""
-
     path: Path
-    channels: tuple[int, ...]
+    channels: tuple[int, ...]  # names, in their order
     rate_hz: int | None
 
 
@@ -85,14 +78,13 @@ def _recording(item: dict[str, Any], where: str, folder: Path) -> _Recording:
     if transforms := item.get("transforms"):
         names = [str(one.get("name", one) if isinstance(one, dict) else one)[:40] for one in
                  (transforms if isinstance(transforms, list) else [transforms])]
-        raise DataError(f"{where}: the recording {item['id']} has the transform(s) {', '.join(names)}, which "
-                        "are not applied; "
-                        "write the changed audio with lhotse (save_audios), or remove them and use augment.")
+        raise DataError(f"{where}: the recording {item['id']} has the transform(s) "
+                        f"{', '.join(names)}, which are not applied; write the changed audio with "
+                        "lhotse (save_audios), or remove them and use augment.")
     try:
         (source,) = item["sources"]
         if source["type"] != "file":
-            raise DataError(f"{where}: the recording {item['id']} comes from a {source['type']}; "
-                            "only files are supported.")
+            raise DataError(f"{where}: the recording {item['id']} comes from a {source['type']}; only files are supported.")
         if "\0" in source["source"]:
             raise ValueError("a zero byte in the name")
         channels = tuple(operator.index(channel) for channel in source.get("channels", [0]))
@@ -101,12 +93,11 @@ def _recording(item: dict[str, Any], where: str, folder: Path) -> _Recording:
         rate_hz = operator.index(item["sampling_rate"]) if "sampling_rate" in item else None
         return _Recording(named_in(folder, source["source"]), channels, rate_hz)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{where}: this is not a recording of lhotse with one source, its channels and a "
-                        "sampling rate; write the manifest again.") from error
+        raise DataError(f"{where}: this is not a recording of lhotse with one source, its channels "
+                        "and a sampling rate; write the manifest again.") from error
 
 
-def _utterance(item: dict[str, Any], where: str, recorded: dict[str, _Recording],
-               recordings: Path) -> UtteranceEntry:
+def _utterance(item: dict[str, Any], where: str, recorded: dict[str, _Recording], recordings: Path) -> UtteranceEntry:
     try:
         utt_id, recording = str(item["id"]), str(item["recording_id"])
         start_s, end_s = float(item["start"]), float(item["start"]) + float(item["duration"])
@@ -114,21 +105,18 @@ def _utterance(item: dict[str, Any], where: str, recorded: dict[str, _Recording]
         raise DataError(f"{where}: this is not a supervision of lhotse (id, recording_id, start, "
                         "duration); correct it.") from error
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-        raise DataError(f"{where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write increasing "
-                        "times from 0.")
+        raise DataError(f"{where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write increasing times from 0.")
     if recording not in recorded:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
     path, channels, rate_hz = recorded[recording]
     named = item.get("channel", list(channels))
     names = named if isinstance(named, list) else [named]
     if len(names) != 1 or isinstance(names[0], bool) or names[0] not in channels:
-        raise DataError(f"{where}: {utt_id} has the channel {str(named)[:40]}, but its recording has "
-                        f"{list(channels)}, of which one is needed; correct it, or write a supervision "
-                        "for each channel.")
-    piece = Piece(path, where, start_s, end_s, channels.index(names[0]), rate_hz=rate_hz,
-                  num_channels=len(channels))
-    return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id),
-                          tuple(str(item.get("text") or "").split()), piece, where)
+        raise DataError(f"{where}: {utt_id} has the channel {str(named)[:40]}, but its recording "
+                        f"has {list(channels)}, of which one is needed; correct it, or write a supervision for each channel.")
+    piece = Piece(path, where, start_s, end_s, channels.index(names[0]), rate_hz=rate_hz, num_channels=len(channels))
+    words = tuple(str(item.get("text") or "").split())
+    return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id), words, piece, where)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

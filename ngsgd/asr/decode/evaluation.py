@@ -1,7 +1,4 @@
-"""Tuning of decoding weights on the validation set, and the WER on the test set.
-
-This module is independent of the model. Letters: T frames, P pdfs.
-"""
+"""Tuning of decoding weights on validation data, and WER on test data; T frames, P pdfs."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ import numpy.typing as npt
 
 from ngsgd.asr.adapt.speakers import FindPath
 from ngsgd.asr.decode import decoding, scoring, tuning, words
-from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.decoding import Scores, Search
-from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
-from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
+from ngsgd.asr.decode.tuning import Calibration, DecodingWeights, Sweep
 from ngsgd.asr.lang import graphs, lexicon
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
@@ -35,10 +30,8 @@ _CALIBRATION_BEAM = 4.0
 # the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
 _FIRST = Search(acoustic_scale=0.1, beam=13.0, max_active=7000)
 
-# T x P per utterance: log posterior minus log prior
-LogLikelihoods = Sequence[Scores]
-# such as `Progress.each`
-Each = Callable[[LogLikelihoods], Iterator[Scores]]
+LogLikelihoods = Sequence[Scores]  # T x P per utterance: log posterior minus log prior
+Each = Callable[[LogLikelihoods], Iterator[Scores]]  # such as `Progress.each`
 
 
 @dataclass(frozen=True)
@@ -46,28 +39,21 @@ class DecodingResult:
     """The result of a test, with the tuning on the validation set."""
 
     setting: DecodingWeights
-    # errors on the validation set with the chosen weights
-    valid: WordErrors
-    # errors on the validation set with all weights tried
-    sweep: Sweep
+    valid: WordErrors  # with the chosen weights
+    sweep: Sweep  # errors on the validation set with all weights tried
     test: WordErrors
-    test_interval: Interval
-    # of the test utterances
-    hypotheses: tuple[tuple[str, ...], ...]
-    # of the test utterances
-    per_utterance: tuple[UtteranceErrors, ...]
-    # graph used to decode the test set
-    graph: Graph
+    test_interval: scoring.Interval
+    hypotheses: tuple[tuple[str, ...], ...]  # of the test utterances
+    per_utterance: tuple[scoring.UtteranceErrors, ...]  # of the test utterances
+    graph: Graph  # used to decode the test set
     # the weights that are best on the test set: not a result, only for comparison with Kaldi
     oracle: tuple[DecodingWeights, WordErrors] | None
-    # map of posteriors of words, fitted on the validation set
-    calibration: Calibration
+    calibration: Calibration  # fitted on the validation set
 
 
-def tune_and_decode(
-    language: Language, config: DecodeConfig, *, valid: SpeechSet, valid_logliks: LogLikelihoods, test: SpeechSet,
-    test_logliks: LogLikelihoods, report: Callable[[str], None] = lambda _line: None,
-) -> DecodingResult:
+def tune_and_decode(language: Language, config: DecodeConfig, *, valid: SpeechSet,
+                    valid_logliks: LogLikelihoods, test: SpeechSet, test_logliks: LogLikelihoods,
+                    report: Callable[[str], None] = lambda _line: None) -> DecodingResult:
     """Choose acoustic scale and word penalty on `valid`, and decode `test` with them."""
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
@@ -91,10 +77,9 @@ def tune_and_decode(
     if any(texts := [valid.texts[u] for u in chosen]):
         reported = Progress(report, "calibrating confidences", len(chosen)).each([valid_logliks[u] for u in chosen])
         search = Search(setting.acoustic_scale, config.beam, config.max_active)
-        calibration = words.calibrate(penalized, reported, texts, search,
-                                      lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
-    return DecodingResult(setting, valid_errors, tried, total,
-                          scoring.confidence_interval(test.texts, hypotheses), hypotheses, tuple(rows),
+        calibration = words.calibrate(penalized, reported, texts, search, lattice_beam=_CALIBRATION_BEAM)
+    interval = scoring.confidence_interval(test.texts, hypotheses)
+    return DecodingResult(setting, valid_errors, tried, total, interval, hypotheses, tuple(rows),
                           penalized, oracle, calibration)
 
 
@@ -115,12 +100,8 @@ def calibration_set(num_frames: Sequence[int]) -> range:
 
 
 def build_graph(language: Language, config: DecodeConfig) -> Graph:
-    """Return the decoding graph: that of the data, or one built from lexicon and grammar.
-
-    Words with the same pronunciation have small additional costs (`lexicon.homophone_costs`).
-
-    Raises:
-        DataError: decode.graph does not match the data.
+    """Return the decoding graph of the data, or one built from lexicon and grammar; words with the
+    same pronunciation have small costs. Raises DataError if decode.graph does not match the data.
     """
     if config.graph == "given" and language.given is None:
         raise DataError("decode.graph is given, but this corpus has no decoding graph; set "
@@ -168,26 +149,19 @@ def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], ut
     return tuple(tried)
 
 
-# Worst utterances, for finding wrong labels, wrong transcripts and bad audio ----------------------
-
-
 @dataclass(frozen=True)
 class UtteranceScore:
     """Score of the model on one utterance."""
 
     utt_id: str
-    num_frames: int    # labeled frames
-    objf: float        # nats per frame
-    # frame accuracy, 0 to 1
-    accuracy: float
+    num_frames: int  # labeled frames
+    objf: float  # nats per frame
+    accuracy: float  # of frames, 0 to 1
 
 
-def utterance_scores(frames: FrameSet, logliks: LogLikelihoods,
-                     prior_P: npt.NDArray[np.float64]) -> list[UtteranceScore]:
-    """Return all utterances sorted by objf, worst first, then by name.
-
-    `logliks` are T x P log posteriors minus log priors. Frames of unknown class (negative) are
-    ignored, and an utterance without labeled frames is omitted.
+def utterance_scores(frames: FrameSet, logliks: LogLikelihoods, prior_P: npt.NDArray[np.float64]) -> list[UtteranceScore]:
+    """Return all utterances sorted by objf, worst first, then by name. `logliks` are T x P log
+    posteriors minus log priors; frames without a label (negative) are ignored.
     """
     scores = []
     for utt_id, first, end, loglik_TP in zip(frames.utt_ids, frames.offsets[:-1], frames.offsets[1:], logliks, strict=True):

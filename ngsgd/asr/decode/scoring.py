@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ngsgd import files
-from ngsgd.asr import extras
+from ngsgd import files, imports
 from ngsgd.errors import DataError
 from ngsgd.word_errors import WordErrors
 
 Words = Sequence[str]
+Bounds = tuple[float, float]  # of a 95% interval of the difference between two systems
 # opposite an inserted or deleted word in pairs; no word is empty
 NOTHING = ""
 # its form in files; a word that looks like it has a backslash there
 _SHOWN = "***"
-# of a bootstrap of few utterances
-_NUM_SAMPLES = 1000
+_NUM_SAMPLES = 1000  # of a bootstrap of few utterances
+_NUM_PAIRED_SAMPLES, _MAX_PAIRED_COUNTS = 2000, 10**7  # of the counts of all samples
 # of a line of compute-wer
 _COUNTS = re.compile(r"%WER (?:\S+|\(no words\)) \[ \d+ / (\d+), (\d+) ins, (\d+) del, (\d+) sub \]$")
 
@@ -51,7 +52,7 @@ def score(refs: Sequence[Words], hyps: Sequence[Words], utt_ids: Sequence[str]) 
     if not any(refs):
         raise DataError("The references contain no words, so the WER is undefined; choose a set "
                         "with speech.")
-    kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
+    kaldialign = imports.load("kaldialign", extra="asr", purpose="Scoring")
     rows = []
     for ref, hyp, utt_id in zip(map(list, refs), map(list, hyps), utt_ids, strict=True):
         counts = kaldialign.edit_distance(ref, hyp)
@@ -62,13 +63,11 @@ def score(refs: Sequence[Words], hyps: Sequence[Words], utt_ids: Sequence[str]) 
 
 def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interval:
     """Bootstrap over utterances by Bisani and Ney, as compute-wer-bootci of Kaldi (deterministic).
-
-    Without errors, every sample of the bootstrap has a WER of 0. The upper end is then that of the
-    rule of three: 3 / number of words, at most 100 %.
+    Without errors the upper end is that of the rule of three: 3 / number of words, at most 100 %.
     """
     if all(list(ref) == list(hyp) for ref, hyp in zip(refs, hyps, strict=True)):
         return Interval(low=0.0, high=min(100.0, 300.0 / max(1, sum(map(len, refs)))))
-    kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
+    kaldialign = imports.load("kaldialign", extra="asr", purpose="Scoring")
     found = kaldialign.bootstrap_wer_ci([list(ref) for ref in refs], [list(hyp) for hyp in hyps])
     if math.isfinite(found["ci95max"]):
         # a normal approximation, which ends below 0 after one or two errors
@@ -137,10 +136,8 @@ def operations(rows: Iterable[UtteranceErrors]) -> Counter[tuple[str, str]]:
 
 
 def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
-    """Write lines "operation reference recognized count", as wer_details/ops of Kaldi.
-
-    A missing word is `***`; a word `***` is written with a backslash before it, here and in the
-    file of `write_per_utterance`. Within each operation the most frequent pairs come first.
+    """Write lines "operation reference recognized count", as wer_details/ops of Kaldi; a missing
+    word is `***`, and a word `***` has a backslash before it. The most frequent pairs come first.
     """
     lines: dict[str, list[str]] = {"correct": [], "substitution": [], "insertion": [], "deletion": []}
     order = sorted(operations(rows).items(), key=lambda one: (-one[1], *map(word_form, one[0])))
@@ -168,7 +165,56 @@ def word_form(word: str) -> str:
 
 
 def _word(form: str) -> str:
-    """The word of a form in files."""
     if form == _SHOWN:
         return NOTHING
     return form[1:] if form.startswith("\\") and form.lstrip("\\") == _SHOWN else form
+
+
+def paired_interval(differences: Sequence[float]) -> Bounds:
+    """Bounds of the mean of paired differences by Student's t, such as of runs with equal seeds.
+
+    >>> low, high = paired_interval([0.3, 0.3, 0.31])
+    >>> round(low, 3), round(high, 3)
+    (0.289, 0.318)
+    """
+    mean, count = statistics.fmean(differences), len(differences)
+    reach = _quantile(count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    return mean - reach, mean + reach
+
+
+def welch_interval(first: Sequence[float], second: Sequence[float]) -> Bounds:
+    """Bounds of mean(second) - mean(first) of independent values by Welch's t."""
+    value = statistics.fmean(second) - statistics.fmean(first)
+    parts = [statistics.variance(values) / len(values) for values in (first, second)]
+    weights = [part**2 / (len(one) - 1) for part, one in zip(parts, (first, second), strict=True)]
+    # equal values have no variance, and any freedom
+    freedom = sum(parts) ** 2 / sum(weights) if sum(weights) else 1.0
+    reach = _quantile(freedom) * math.sqrt(sum(parts))
+    return value - reach, value + reach
+
+
+def bootstrap_interval(first: Sequence[UtteranceErrors], second: Sequence[UtteranceErrors]) -> Bounds | None:
+    """Bounds of WER(second) - WER(first) in percent points by a paired bootstrap; deterministic.
+    None where the two are not of the same utterances.
+    """
+    import numpy as np
+
+    if not first or [row.utt_id for row in first] != [row.utt_id for row in second]:
+        return None
+    count = len(first)
+    pairs = zip(first, second, strict=True)
+    more_U = np.array([b.errors.num_errors - a.errors.num_errors for a, b in pairs])
+    words_U = np.array([row.errors.num_words for row in first])
+    num_samples = max(200, min(_NUM_PAIRED_SAMPLES, _MAX_PAIRED_COUNTS // count))
+    rng = np.random.default_rng(0)
+    counts_SU = rng.multinomial(count, np.full(count, 1 / count), size=num_samples)
+    wers_S = 100.0 * (counts_SU @ more_U) / np.maximum(counts_SU @ words_U, 1)
+    low, high = np.percentile(wers_S, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _quantile(freedom: float) -> float:
+    """Quantile of Student's t for a two-sided interval of 95%."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))

@@ -15,42 +15,29 @@ from ngsgd.errors import DataError
 _END_TOLERANCE_S = 0.05
 # subtypes of libsndfile in which it finds a sample by its number; also those of flac
 _SEEKABLE = frozenset({"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"})
-# samples of each channel that are read at once
-_BLOCK = 1 << 20
+_BLOCK = 1 << 20  # samples of each channel that are read at once
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A file, or the part of it between two times.
-
-    Attributes:
-        path: the file.
-        where: file:line that names it, for messages.
-        start_s: first time.
-        end_s: last time; None: to the end.
-        channel: number of the channel, from 0; None: the only one.
-        side: channel if the file has several, where a table names one for other files as well.
-        rate_hz: sampling rate that the data give for the file; None: unknown.
-        num_channels: number of channels that the data give for the file; None: unknown.
-    """
+    """A file, or the part of it between two times."""
 
     path: Path
-    where: str
+    where: str  # file:line that names it, for messages
     start_s: float = 0.0
-    end_s: float | None = None
-    channel: int | None = None
+    end_s: float | None = None  # None: to the end
+    channel: int | None = None  # from 0; None: the only one
+    # channel if the file has several, where a table names one for other files as well
     side: int | None = None
-    rate_hz: int | None = None
+    rate_hz: int | None = None  # that the data give for the file; None: unknown
     num_channels: int | None = None
 
 
 class Reader:
     """Reads one channel of files, or parts of them, as samples at 16-bit scale.
 
-    The recording that was read last stays open, so that the time of a segment does not depend on
-    the length of its recording. Only formats in which no sample is found by its number are read
-    completely, once for the segments that follow each other. Files of another sampling rate are
-    errors unless `resample`.
+    The last recording stays open, so that a segment does not cost the length of its recording; only
+    formats without access by number are read completely. Other rates: an error unless `resample`.
     """
 
     def __init__(self, sample_rate_hz: int, *, resample: bool = False) -> None:
@@ -61,12 +48,7 @@ class Reader:
         self._samples_NC: Samples | None = None
 
     def read(self, piece: Piece) -> Samples:
-        """Return the samples of a file or segment.
-
-        Raises:
-            DataError: the file is missing, damaged or truncated, has another sampling rate or other
-                channels than in the data; the segment exceeds it.
-        """
+        """Return the samples; DataError for a bad file, another rate or channels, wrong times."""
         name = f"{piece.where}: {piece.path}"
         if piece.path != self._path or piece.end_s is None or self._file is None:
             self.close()
@@ -108,7 +90,6 @@ class Reader:
 
 
 def _channel(piece: Piece, file: AudioFile, name: str) -> int:
-    """Number of the channel to read, from 0."""
     if piece.num_channels not in (None, file.num_channels):
         raise DataError(f"{name} has {file.num_channels} channels, but {piece.num_channels} in its manifest; "
                         "write the manifest again.")
@@ -116,9 +97,9 @@ def _channel(piece: Piece, file: AudioFile, name: str) -> int:
     if channel is None:
         channel = piece.side if file.num_channels > 1 else 0
     if channel is None:
-        raise DataError(f"{name} has {file.num_channels} channels; convert it to one channel, or name the "
-                        "channel in the fifth "
-                        "column of segments (from 0) or in reco2file_and_channel.")
+        raise DataError(f"{name} has {file.num_channels} channels; convert it to one channel, or "
+                        "name the channel in the fifth column of segments (from 0) or in "
+                        "reco2file_and_channel.")
     if channel >= file.num_channels:
         raise DataError(f"{name} has {file.num_channels} channel(s), but the channel {channel} (from 0) is "
                         "wanted; correct the channel.")
@@ -126,7 +107,6 @@ def _channel(piece: Piece, file: AudioFile, name: str) -> int:
 
 
 def _all(piece: Piece, file: AudioFile, name: str) -> Samples:
-    """Read all samples of all channels."""
     # a flac of silence expands 10000 times, and a header can contain any number
     most = unpacking.limit(piece.path.stat().st_size) // 2
     if (file.num_samples or 0) * file.num_channels > most:

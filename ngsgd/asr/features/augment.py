@@ -1,13 +1,6 @@
-"""Data augmentation by speed, voice, room, noise and volume; labels follow the audio.
+"""Data augmentation by speed, voice, room, noise and volume of T frames; labels follow the audio.
 
-    for utterance in augmented(utterances, config.augment, sample_rate_hz=8000, silence_pdfs=(0,)):
-        ...
-
-All random numbers are functions of (utterance id, copy) alone, so the order and the number of
-processes do not change the data. Only training sets may be augmented; corpora call `for_set`, which
-does not change other sets.
-
-Letters: T frames.
+All random numbers are functions of (utterance id, copy) alone, not of order or processes.
 """
 
 from __future__ import annotations
@@ -24,13 +17,44 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras, recording
-from ngsgd.asr.features import noise, voice
-from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
+from ngsgd import imports
+from ngsgd.asr import recording
+from ngsgd.asr.features import voice
+from ngsgd.asr.features.voice import Waveform
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, Samples, Utterance, num_frames
 from ngsgd.config import AugmentConfig
 from ngsgd.errors import DataError
 from ngsgd.files import open_regular
+
+FULL_SCALE = 32767.0
+LOUDEST_MIX = 0.9 * FULL_SCALE  # headroom: rounding to 16 bits must not clip
+
+
+def white(num_samples: int, rng: np.random.Generator) -> Waveform:
+    return rng.standard_normal(num_samples)
+
+
+def pink(num_samples: int, rng: np.random.Generator) -> Waveform:
+    """Noise whose power is proportional to 1 / frequency, as in rooms and machines."""
+    spectrum = np.fft.rfft(rng.standard_normal(num_samples))
+    bins = np.arange(len(spectrum))
+    # the mean has no frequency to divide by; it is removed below
+    bins[0] = 1
+    noise: Waveform = np.fft.irfft(spectrum / np.sqrt(bins), n=num_samples)
+    return np.asarray(noise - noise.mean())
+
+
+COLORS = {"white": white, "pink": pink}
+
+
+def mix(speech: Waveform, noise: Waveform, *, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> npt.NDArray[np.int16]:
+    """Return speech plus noise as 16-bit samples. `snr_db` is the power of the samples where
+    `is_speech` over that of the noise: with pauses a slow speaker would get less noise.
+    """
+    mixture = add_noise(speech, noise, snr_db, is_speech)
+    peak = float(np.abs(mixture).max())
+    return np.asarray(np.round(mixture * min(1.0, LOUDEST_MIX / peak)), dtype=np.int16)
+
 
 _COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
 # values of recipes of Kaldi: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half of the
@@ -38,16 +62,13 @@ _COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\
 SPEEDS = (0.9, 1.0, 1.1)
 REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
 VOLUMES = (0.125, 2.0)
-# from a small room with carpet to a lecture hall
-RT60_MS = (100.0, 600.0)
+RT60_MS = (100.0, 600.0)  # from a small room with carpet to a lecture hall
 # voices that a speaker is changed into: few enough for each to be a unit of normalization
 NUM_VOICES = 16
 # minimum delay of the tail of a simulated room after the direct sound
 _DIRECT_PATH_MS = 1.0
-
-
 # (samples, whether each is speech, random) to samples in the noise of a corpus
-Mix = Callable[[FisherSample, npt.NDArray[np.bool_], np.random.Generator], FisherSample]
+Mix = Callable[[Waveform, npt.NDArray[np.bool_], np.random.Generator], Waveform]
 
 
 def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *,
@@ -68,22 +89,12 @@ def check(config: AugmentConfig, sample_rate_hz: int) -> None:
 def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
               sample_rate_hz: int = SAMPLE_RATE_HZ, silence_pdfs: Sequence[int] = (),
               mix: Mix | None = None, is_checked: bool = False) -> Iterator[Utterance]:
-    """Yield `augment.num_copies` copies of each utterance at each speed.
+    """Yield `augment.num_copies` copies of each utterance at each speed, in separate rooms.
 
-    Each copy has a separate room, noise and volume.
-
-    As in Kaldi, a speed other than 1 creates another speaker (sp0.9-NAME), since it changes pitch
-    and formants. A changed voice is another speaker too (vc3-NAME), with the rate in the names of
-    its utterances (vc3x0.9124-NAME). Copies after the first are named cp1-NAME and so on.
-
-    Args:
-        utterances, config, sample_rate_hz: audio and labels, the section `augment`, sampling rate.
-        silence_pdfs: states whose frames are ignored when noise is scaled relative to speech.
-        mix: adds the noise of a corpus, after voice and room, to utterances that are not clean.
-        is_checked: whether `check` accepted the settings before.
-
-    Raises:
-        DataError: folders or files cannot be used; raised before the first utterance.
+    Another speed or voice is another speaker (sp0.9-NAME, vc3-NAME), with the rate of the voice in
+    the names of utterances (vc3x0.9124-NAME). Copies after the first are cp1-NAME and so on.
+    Frames of `silence_pdfs` are ignored when noise is scaled. `mix` adds the noise of a corpus to
+    utterances that are not clean. DataError comes first, unless `check` was called (`is_checked`).
     """
     sounds = _Sounds(config, sample_rate_hz)
     if not is_checked:
@@ -92,7 +103,10 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
         for copy in range(config.num_copies):
             random = _random(utterance.utt_id, copy)
             for factor in SPEEDS if config.speed == "all" else (1.0,):
-                yield _changed(_renamed(utterance, copy, factor), factor, sounds, config, random, silence_pdfs,
+                mark = f"sp{factor:g}-" if factor != 1.0 else ""
+                named = replace(utterance, utt_id=f"{f'cp{copy}-' if copy else ''}{mark}{utterance.utt_id}",
+                                speaker=f"{mark}{utterance.speaker}")
+                yield _changed(named, factor, sounds, config, random, silence_pdfs,
                                is_clean=is_clean(utterance.utt_id, config, copy), mix=mix)
 
 
@@ -114,42 +128,26 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
                         "soxr": metadata.version("soxr") if config.speed != "none" or config.voice else ""}}
 
 
-# Speed --------------------------------------------------------------------------------------------
-
-
 def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
-    """Return the labels of audio whose speed was changed by `factor`.
-
-    The middle of a new frame was at `factor` times its time before; the frame gets the label of
-    that time.
-    """
+    """Return the labels of audio at another speed: of the frame at `factor` times the time."""
     before_T = ((np.arange(num_frames_now) + 0.5) * factor).astype(np.int64)
     return pdf_T[np.minimum(before_T, len(pdf_T) - 1)]
 
 
-# Rooms, noise, volume -----------------------------------------------------------------------------
-
-
-def reverberate(samples: FisherSample, response: FisherSample) -> FisherSample:
-    """Apply a room to the samples; length and power are unchanged.
-
-    The direct sound, the greatest peak of the impulse response, keeps its time, so labels stay
-    aligned.
-    """
+def reverberate(samples: Waveform, response: Waveform) -> Waveform:
+    """Apply a room; length, power and the time of the direct sound (the peak) are unchanged."""
     size = len(samples) + len(response) - 1
     spectrum = np.fft.rfft(samples, size) * np.fft.rfft(response, size)
     delay = int(np.abs(response).argmax())
     heard = np.fft.irfft(spectrum, size)[delay:delay + len(samples)]
-    return np.asarray(heard * _root_mean_square(samples) / max(_root_mean_square(heard), 1e-9))
+
+    def root_mean_square(values: Waveform) -> float:
+        return float(np.sqrt(np.mean(values ** 2)))
+    return np.asarray(heard * root_mean_square(samples) / max(root_mean_square(heard), 1e-9))
 
 
-def simulated_room(rt60_ms: float, sample_rate_hz: int,
-                   random: np.random.Generator) -> FisherSample:
-    """Simulate an impulse response: direct sound, then noise decaying by 60 dB in `rt60_ms`.
-
-    This is the model of Polack. The tail has the energy of the direct sound, for clearly but
-    moderately reverberant speech.
-    """
+def simulated_room(rt60_ms: float, sample_rate_hz: int, random: np.random.Generator) -> Waveform:
+    """Impulse response (Polack): direct sound, then noise of its energy, -60 dB in `rt60_ms`."""
     time_s = np.arange(max(2, round(rt60_ms * sample_rate_hz / 1000))) / sample_rate_hz
     tail = random.standard_normal(len(time_s)) * 10.0 ** (-3.0 * time_s / (rt60_ms / 1000))
     tail[time_s * 1000 < _DIRECT_PATH_MS] = 0.0
@@ -159,12 +157,8 @@ def simulated_room(rt60_ms: float, sample_rate_hz: int,
     return response
 
 
-def add_noise(samples: FisherSample, background: FisherSample, snr_db: float,
-              is_speech: npt.NDArray[np.bool_]) -> FisherSample:
-    """Add noise; `snr_db` is the power where `is_speech` over the power of the noise.
-
-    Silent input is unchanged.
-    """
+def add_noise(samples: Waveform, background: Waveform, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> Waveform:
+    """Add noise; `snr_db` is the power where `is_speech` over that of the noise. Not to silence."""
     speech_power = float(np.mean(samples[is_speech] ** 2)) if is_speech.any() else 0.0
     noise_power = float(np.mean(background ** 2))
     if not speech_power or not noise_power:
@@ -177,7 +171,7 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     rate_hz, pdf_T, samples = sounds.sample_rate_hz, utterance.pdf_T, utterance.samples.astype(np.float64)
     if factor != 1.0:
         # pitch too, as `speed` of sox
-        soxr = extras.load("soxr", extra="asr", purpose="Speed perturbation")
+        soxr = imports.load("soxr", extra="asr", purpose="Speed perturbation")
         samples = _to_16_bits(soxr.resample(samples, factor, 1.0)).astype(np.float64)
         pdf_T = retime(pdf_T, num_frames(len(samples), rate_hz), factor)
     # all numbers are generated for any settings, so that one option does not change the others
@@ -210,22 +204,11 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
 
 
-def _to_16_bits(samples: FisherSample) -> Samples:
+def _to_16_bits(samples: Waveform) -> Samples:
     """Round to 16 bits; scale down the complete signal if a part would be clipped."""
     peak = float(np.abs(samples).max(initial=0.0))
     scale = LOUDEST_MIX / peak if peak > FULL_SCALE else 1.0
     return np.asarray(np.round(samples * scale), dtype=np.int16)
-
-
-def _root_mean_square(samples: FisherSample) -> float:
-    return float(np.sqrt(np.mean(samples ** 2)))
-
-
-def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
-    if factor != 1.0:
-        mark = f"sp{factor:g}-"
-        utterance = replace(utterance, utt_id=mark + utterance.utt_id, speaker=mark + utterance.speaker)
-    return replace(utterance, utt_id=f"cp{copy}-{utterance.utt_id}") if copy else utterance
 
 
 def original(utt_id: str) -> tuple[str, float]:
@@ -238,9 +221,6 @@ def original(utt_id: str) -> tuple[str, float]:
 def _random(utt_id: str, copy: int) -> np.random.Generator:
     name = int.from_bytes(hashlib.sha256(utt_id.encode()).digest()[:8], "little")
     return np.random.default_rng([0, name, copy])
-
-
-# Where sounds come from ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -256,20 +236,20 @@ class _Sounds:
             for path in paths or ():
                 read_wav(path, self.sample_rate_hz)
 
-    def response(self, random: np.random.Generator) -> FisherSample:
+    def response(self, random: np.random.Generator) -> Waveform:
         if self._responses:
             return self._read(self._responses[int(random.integers(len(self._responses)))])
         rt60_ms = float(np.exp(random.uniform(*np.log(RT60_MS))))
         return simulated_room(rt60_ms, self.sample_rate_hz, random)
 
-    def background(self, num_samples: int, random: np.random.Generator) -> FisherSample:
+    def background(self, num_samples: int, random: np.random.Generator) -> Waveform:
         """Return noise of this length from a random position; a short recording is repeated."""
         if not self._noises:
-            return noise.COLOURS[str(random.choice(list(noise.COLOURS)))](num_samples, random)
+            return COLORS[str(random.choice(list(COLORS)))](num_samples, random)
         recorded = self._read(self._noises[int(random.integers(len(self._noises)))])
         return np.resize(np.roll(recorded, -int(random.integers(len(recorded)))), num_samples)
 
-    def _read(self, path: Path) -> FisherSample:
+    def _read(self, path: Path) -> Waveform:
         return _recently_read(path, path.stat().st_mtime_ns, self.sample_rate_hz)
 
     @cached_property
@@ -283,12 +263,11 @@ class _Sounds:
 
 # a collection of noises does not fit in the memory of each process
 @lru_cache(32)
-def _recently_read(path: Path, _time_ns: int, sample_rate_hz: int) -> FisherSample:
+def _recently_read(path: Path, _time_ns: int, sample_rate_hz: int) -> Waveform:
     return read_wav(path, sample_rate_hz)
 
 
 def _files_of(folder: str, knob: str) -> list[Path]:
-    """Return the wav files under a folder, in the order of their names; none for an empty name."""
     if not folder:
         return []
     paths = sorted(path for path in Path(folder).rglob("*.wav") if path.is_file())
@@ -299,12 +278,8 @@ def _files_of(folder: str, knob: str) -> list[Path]:
     return paths
 
 
-def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:
-    """Read a file of one channel, resampled to the given rate.
-
-    Raises:
-        DataError: the file cannot be used.
-    """
+def read_wav(path: Path, sample_rate_hz: int) -> Waveform:
+    """Read a file of one channel, resampled to the given rate; DataError if it cannot be used."""
     try:
         samples_N, rate_hz = recording.read_mono(str(path), open_regular(path))
     except OSError as error:
@@ -314,5 +289,5 @@ def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:
         raise DataError(f"{path} contains no sound; remove it.")
     if rate_hz == sample_rate_hz:
         return samples
-    soxr = extras.load("soxr", extra="asr", purpose="Resampling noise and impulse responses")
+    soxr = imports.load("soxr", extra="asr", purpose="Resampling noise and impulse responses")
     return np.asarray(soxr.resample(samples, rate_hz, sample_rate_hz))

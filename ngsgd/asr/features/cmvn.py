@@ -1,7 +1,4 @@
-"""Normalization of features with mean and variance statistics of Kaldi, offline and online.
-
-Letters: T frames, D feature dimension.
-"""
+"""Normalization of features (T x D) with statistics of Kaldi, offline and online."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ Stats = npt.NDArray[np.float64]
 WINDOW, SPEAKER_FRAMES, GLOBAL_FRAMES = 600, 600, 200
 # a mel bin without an FFT point is constant; it becomes 0, not NaN
 SMALLEST_DEVIATION = 1e-5
-# the unit of all training speech together
-GLOBAL = "global"
+GLOBAL = "global"  # the unit of all training speech together
 
 
 @dataclass(frozen=True)
@@ -79,10 +75,7 @@ def normalized(frames_TD: Features, stats: Stats) -> Features:
 
 
 def by_unit(features: Callable[[], Iterable[Features]], units: Sequence[object], dim: int) -> Iterator[Features]:
-    """Normalize to zero mean and unit variance per unit; `features` is called three times.
-
-    The sums are bitwise those of all frames of a unit at once.
-    """
+    """Normalize each unit, bitwise as all its frames at once; calls `features` three times."""
     place = {unit: s for s, unit in enumerate(dict.fromkeys(units))}
     unit_U = np.fromiter((place[unit] for unit in units), np.int32, len(units))
     count_S1, (sum_SD, square_SD) = np.zeros((len(place), 1)), np.zeros((2, len(place), dim))
@@ -112,9 +105,6 @@ def units(found: Iterable[Stats], names: Sequence[str]) -> CmvnStats:
     return CmvnStats(stats, names)
 
 
-# So far -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CmnState:
     """Sums over the previous utterances of a speaker."""
@@ -126,9 +116,8 @@ class CmnState:
 class OnlineMean:
     """The mean of an utterance up to every frame: OnlineCmvn of Kaldi, without variances.
 
-    It is computed over `WINDOW` frames up to the current one. While there are fewer, up to
-    `SPEAKER_FRAMES` frames of earlier utterances of the speaker and up to `GLOBAL_FRAMES` of all
-    training speech are included.
+    It is over `WINDOW` frames; while there are fewer, with up to `SPEAKER_FRAMES` earlier frames of
+    the speaker and up to `GLOBAL_FRAMES` of all training speech.
     """
 
     def __init__(self, all_speech: Stats, before: CmnState | None = None) -> None:

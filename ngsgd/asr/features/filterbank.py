@@ -1,7 +1,4 @@
-"""Filterbank and MFCC features as in Kaldi, and their normalization.
-
-Letters: T frames, D feature dimension.
-"""
+"""Filterbank and MFCC features as in Kaldi, and their normalization; T frames, D dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras
+from ngsgd import imports
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.utterance import Audio
 from ngsgd.config import FeatureConfig
@@ -20,14 +17,11 @@ Features = npt.NDArray[np.float32]
 
 
 def toolkit() -> Any:
-    return extras.load("kaldi_native_fbank", extra="asr", purpose="Feature extraction")
+    return imports.load("kaldi_native_fbank", extra="asr", purpose="Feature extraction")
 
 
 def extract(samples: Audio, config: FeatureConfig) -> Features:
-    """Return T x D features of one utterance, not normalized.
-
-    T is `utterance.num_frames(len(samples), config.sample_rate_hz)`.
-    """
+    """Return features of one utterance, not normalized: T = `utterance.num_frames(...)` x D."""
     online = stream(config)
     online.accept_waveform(config.sample_rate_hz, samples.astype(np.float32))
     online.input_finished()
@@ -49,12 +43,8 @@ def stream(config: FeatureConfig) -> Any:
     return knf.OnlineMfcc(options) if config.kind == "mfcc" else knf.OnlineFbank(options)
 
 
-def normalize(features: Sequence[Features], speakers: Sequence[str],
-              config: FeatureConfig) -> list[Features]:
-    """Normalize to zero mean and unit variance per utterance or per speaker.
-
-    Features of other `cmvn` settings, which need more information, are returned unchanged.
-    """
+def normalize(features: Sequence[Features], speakers: Sequence[str], config: FeatureConfig) -> list[Features]:
+    """Normalize per utterance or speaker; with other `cmvn` settings, features stay unchanged."""
     if config.cmvn not in ("utterance", "speaker"):
         return list(features)
     units = speakers if config.cmvn == "speaker" else range(len(features))

@@ -1,12 +1,7 @@
 """Voice conversion of recorded speech: independent pitch, vocal-tract length and rate.
 
-    samples = change_voice(samples, VoiceChange(pitch=1.7, formants=1.15, rate=1.0), 8000)
-
-Resampling scales pitch and formants together. A phase vocoder (Flanagan and Golden 1966) then
-restores the duration, and a filter shifts the spectral envelope, estimated by cepstral smoothing,
-to the requested formants.
-
-Letters: T windows, F frequency bins, L samples of a window.
+Resampling scales pitch and formants; a phase vocoder (Flanagan and Golden 1966) restores the
+duration, and a filter shifts the envelope. T windows, F frequency bins, L samples of a window.
 """
 
 from __future__ import annotations
@@ -16,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras
-from ngsgd.asr.features.noise import FisherSample
+from ngsgd import imports
 
 # factors from a lower male voice to a change of a male voice to a woman or a child; pitch and
 # formants rise together
@@ -26,8 +20,7 @@ FORMANTS = (0.92, 1.22)
 RATE = (0.85, 1.2)
 # standard deviation of the logarithm among speakers of equal height
 _PITCH_SPREAD, _FORMANT_SPREAD = 0.1, 0.03
-# the gain of a tilt is 0 dB here
-_TILT_CENTER_HZ = 1000.0
+_TILT_CENTER_HZ = 1000.0  # the gain of a tilt is 0 dB here
 _LARGEST_TILT_DB = 20.0
 WINDOW_MS, HOPS_PER_WINDOW = 32, 4
 # the envelope has no detail finer than this quefrency, which is below the pitch period of a high
@@ -37,6 +30,7 @@ ENVELOPE_MS = 1.75
 _LARGEST_GAIN = 10.0
 _TINY = 1e-5
 
+Waveform = npt.NDArray[np.float64]
 Spectra = npt.NDArray[np.complex128]
 
 
@@ -47,31 +41,27 @@ class VoiceChange:
     pitch: float = 1.0
     # factor of the resonance frequencies: the inverse of the factor of the vocal-tract length
     formants: float = 1.0
-    # factor of the speaking rate: the duration is divided by it
-    rate: float = 1.0
-    # added to the slope of the spectrum, dB per octave; not a factor
-    tilt: float = 0.0
+    rate: float = 1.0  # factor of the speaking rate: the duration is divided by it
+    tilt: float = 0.0  # added to the slope of the spectrum, dB per octave; not a factor
 
 
 def sample_change(random: np.random.Generator, tilt_spread: float = 0.0) -> VoiceChange:
-    """Sample factors around a common point of `PITCH` and `FORMANTS`, and a rate in `RATE`.
-
-    `tilt_spread` is the standard deviation of the tilt, dB per octave.
+    """Sample factors around a common point of `PITCH` and `FORMANTS`, a rate in `RATE`, and a tilt
+    with standard deviation `tilt_spread` (dB per octave).
     """
+    def between(bounds: tuple[float, float], part: float) -> float:
+        low, high = np.log(bounds)
+        return float(np.exp(low + (high - low) * part))
     height, pitch, formants, rate = random.uniform(), random.normal(), random.normal(), random.uniform()
-    return VoiceChange(pitch=_between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
-                       formants=_between(FORMANTS, height) * float(np.exp(_FORMANT_SPREAD * formants)),
-                       rate=_between(RATE, rate), tilt=tilt_spread * float(random.normal()))
+    return VoiceChange(
+        pitch=between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
+        formants=between(FORMANTS, height) * float(np.exp(_FORMANT_SPREAD * formants)),
+        rate=between(RATE, rate), tilt=tilt_spread * float(random.normal()))
 
 
-def _between(bounds: tuple[float, float], part: float) -> float:
-    low, high = np.log(bounds)
-    return float(np.exp(low + (high - low) * part))
-
-
-def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int) -> FisherSample:
+def change_voice(samples: Waveform, change: VoiceChange, sample_rate_hz: int) -> Waveform:
     """Return speech of another voice, with len(samples) / change.rate samples."""
-    soxr = extras.load("soxr", extra="asr", purpose="Voice perturbation")
+    soxr = imports.load("soxr", extra="asr", purpose="Voice perturbation")
     length = round(len(samples) / change.rate)
     higher = np.asarray(soxr.resample(samples, change.pitch, 1.0))
     hop = round(WINDOW_MS * sample_rate_hz / (1000 * HOPS_PER_WINDOW))
@@ -92,7 +82,7 @@ def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int
     return _synthesize(stretched_TF, size, hop, length)
 
 
-def _envelope_gain(spectra_TF: Spectra, ratio: float, num_ceps: int) -> FisherSample:
+def _envelope_gain(spectra_TF: Spectra, ratio: float, num_ceps: int) -> Waveform:
     """Gain that shifts the envelope from frequency ratio * f to f."""
     log_TF = np.log(np.abs(spectra_TF) + _TINY * np.abs(spectra_TF).max(initial=1e-9))
     cepstra_TL = np.fft.irfft(log_TF, axis=1)
@@ -121,7 +111,7 @@ def _stretch(spectra_TF: Spectra, speed: float, hop: int, num_windows: int) -> S
     return np.asarray(between_TF * np.exp(1j * total_TF))
 
 
-def _synthesize(spectra_TF: Spectra, size: int, hop: int, length: int) -> FisherSample:
+def _synthesize(spectra_TF: Spectra, size: int, hop: int, length: int) -> Waveform:
     window_L = np.hanning(size + 1)[:-1]
     windows_TL = np.fft.irfft(spectra_TF, n=size, axis=1) * window_L
     total = np.zeros((len(spectra_TF) - 1) * hop + size)

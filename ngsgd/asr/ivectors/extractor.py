@@ -1,13 +1,8 @@
 """The i-vector extractor: total variability of Gaussian means along a few directions.
 
-Frame z of Gaussian i is N(M_i x, Sigma_i), and x is N(p e_0, I), as in ivector-extractor.h of
-Kaldi. The first column of M_i times the prior offset p is the mean of all speakers. Adopted from
-Kaldi: full covariances with a floor, the offset, minimum divergence (the prior is transformed to
-N(p e_0, I) after every pass), statistics of posteriors scaled by 0.1. Omitted: weights that depend
-on x, and the rotation that makes the columns independent, which does not affect the use of
-i-vectors.
-
-Posterior of x after frames with posteriors g: with N_i = sum g, F_i = sum g z,
+As in ivector-extractor.h of Kaldi, frame z of Gaussian i is N(M_i x, Sigma_i), and x is N(p e_0,
+I). Covariances are full, with a floor; there are no weights that depend on x, and no rotation of
+the columns. Posterior of x, with N_i = sum g, F_i = sum g z over frames:
 
     Q = I + sum_i N_i M_i' Sigma_i^-1 M_i,   l = p e_0 + sum_i M_i' Sigma_i^-1 F_i,
     x ~ N(Q^-1 l, Q^-1).
@@ -24,15 +19,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# initial value, as in Kaldi
-PRIOR_OFFSET = 100.0
+PRIOR_OFFSET = 100.0  # initial value, as in Kaldi
 # minimum of every covariance, relative to their weighted mean (Kaldi: 0.1)
 VARIANCE_FLOOR = 0.1
 # scaled count; a Gaussian with fewer keeps its mean and carries no information on x
 # (gaussian-min-count in Kaldi)
 FEWEST_FRAMES = 100.0
-# initial scale of the columns of M, in standard deviations
-START = 0.1
+START = 0.1  # initial scale of the columns of M, in standard deviations
 _UTTERANCES_AT_ONCE = 256   # bounds memory: utterances x S x S
 
 
@@ -42,8 +35,7 @@ class Statistics:
 
     count_UI: Tensor
     first_UID: Tensor
-    # of all utterances together
-    second_IDD: Tensor
+    second_IDD: Tensor  # of all utterances together
 
     @property
     def total_count(self) -> Tensor:
@@ -122,12 +114,8 @@ def start(statistics: Statistics, dim: int, *, seed: int = 0, fewest_frames: flo
 
 def em_pass(extractor: Extractor, statistics: Statistics, *, variance_floor: float = VARIANCE_FLOOR,
             fewest_frames: float = FEWEST_FRAMES) -> tuple[Extractor, float]:
-    """Run one pass of EM.
-
-    Without a floor and a minimum count, the likelihood never decreases.
-
-    Returns:
-        (the updated extractor, log-likelihood per frame before the pass).
+    """Run one pass of EM; return the updated extractor and the log-likelihood per frame before it,
+    which never decreases without a floor and a minimum count.
     """
     dim = extractor.dim
     Y_IDS, R_ISS = torch.zeros_like(extractor.M_IDS), torch.zeros_like(extractor.information)
@@ -183,10 +171,7 @@ def floored(raw_IDD: Tensor, count_I: Tensor, factor: float) -> Tensor:
 
 
 def with_standard_prior(extractor: Extractor, mean_S: Tensor, covariance_SS: Tensor) -> Extractor:
-    """Transform x, with this mean and covariance, to mean p e_0 and covariance I.
-
-    The model is unchanged (minimum divergence).
-    """
+    """Transform x of this mean and covariance to mean p e_0, covariance I (minimum divergence)."""
     L_SS = torch.linalg.cholesky(covariance_SS)
     mean_S = torch.linalg.solve_triangular(L_SS, mean_S[:, None], upper=False)[:, 0]
     offset = mean_S.norm()

@@ -1,8 +1,8 @@
-"""A complete i-vector model in one file.
+"""A complete i-vector model in one file, and online i-vectors (OnlineIvectorFeature of Kaldi).
 
-It consists of statistics of all speech, principal axes, background model and extractor.
-
-Letters: T frames, C spliced features, K retained features, I Gaussians.
+Number k is estimated from frames 0 to k * period and used for the frames from k * period. The
+equations are solved exactly; Kaldi uses 15 steps of conjugate gradients.
+T frames, C spliced features, K retained ones, P periods, I Gaussians, S i-vector.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.asr import arrays as arrays_file
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.extractor import Extractor
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.config import IvectorConfig
+from ngsgd.data import arrays as arrays_file
 from ngsgd.errors import DataError
 
 # as in Kaldi: frames spliced on each side, Gaussians per frame, and the minimum posterior
 CONTEXT, NUM_GSELECT, MIN_POST = 3, 5, 0.025
+# below 1 because frames are correlated, as in Kaldi
+POSTERIOR_SCALE = 0.1
+# scaled frames of an utterance above which the prior is scaled with them (nnet3)
+MAX_COUNT = 100.0
+# scaled frames kept from earlier utterances of a speaker (Kaldi: 1000)
+MAX_REMEMBERED_FRAMES = 1000.0
+_PERIODS_AT_ONCE = 64  # bounds memory: periods x Gaussians x features
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,7 @@ class FrontEnd:
         return spliced(frames_TD, at_N, CONTEXT).to(self.axes_CK.device) @ self.axes_CK
 
 
-def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64],
-            context: int) -> Tensor:
+def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64], context: int) -> Tensor:
     """N x C frames spliced with `context` neighbors on each side; edge frames are repeated."""
     row_NW = np.clip(at_N[:, None] + np.arange(-context, context + 1), 0, len(frames_TD) - 1)
     return torch.from_numpy(np.asarray(frames_TD, dtype=np.float64)[row_NW]).flatten(1)
@@ -59,9 +65,9 @@ class IvectorModel:
     extractor: Extractor
 
 
-def scaled_posteriors(mixture: DiagonalMixture, z_TK: Tensor, config: IvectorConfig) -> Tensor:
+def scaled_posteriors(mixture: DiagonalMixture, z_TK: Tensor) -> Tensor:
     """T x I scaled posteriors of the Gaussians."""
-    return config.posterior_scale * mixture.posteriors(z_TK, num_gselect=NUM_GSELECT, min_post=MIN_POST)
+    return POSTERIOR_SCALE * mixture.posteriors(z_TK, num_gselect=NUM_GSELECT, min_post=MIN_POST)
 
 
 def write(model: IvectorModel, path: Path) -> None:
@@ -105,3 +111,107 @@ def is_sound(path: Path) -> bool:
         return bool(arrays_file.read(path))
     except (OSError, ValueError):
         return False
+
+
+@dataclass(frozen=True)
+class SpeakerState:
+    """Statistics of a speaker after an utterance, without the prior."""
+
+    heard: CmnState
+    count: float           # scaled number of frames
+    linear_S: Tensor
+    quadratic_SS: Tensor
+
+
+class IvectorStream:
+    """One utterance: call `accept` for each chunk of frames, then `finish`; `at` at any time."""
+
+    def __init__(self, model: IvectorModel, before: SpeakerState | None = None) -> None:
+        self._model, self._config = model, model.front.config
+        dim, like = model.extractor.dim, model.extractor.M_IDS
+        self._count, self._linear_S, self._quadratic_SS = (
+            torch.zeros(shape, dtype=torch.float64, device=like.device)
+            for shape in ((), (dim,), (dim, dim)))
+        if before is not None:
+            self._count += before.count
+            self._linear_S += before.linear_S
+            self._quadratic_SS += before.quadratic_SS
+        self._mean = model.front.mean(before.heard if before else None)
+        # frames that are still needed, from frame `_first`
+        self._raw: list[npt.NDArray[np.floating]] = []
+        self._normal: list[npt.NDArray[np.floating]] = []
+        self._first = self._num_frames = self._num_done = 0
+        self._rows: list[npt.NDArray[np.float32]] = []
+
+    @property
+    def right_context(self) -> int:
+        """Number of following frames needed before the i-vector of a frame is known."""
+        return CONTEXT
+
+    def accept(self, raw_TD: npt.NDArray[np.floating]) -> None:
+        """Accept the next frames, not normalized."""
+        self._raw.append(raw_TD)
+        self._normal.append(raw_TD - self._mean.accept(raw_TD))
+        self._num_frames += len(raw_TD)
+        known = self._num_frames - CONTEXT
+        # up to the last frame at which an i-vector is estimated
+        if known > self._num_done:
+            self._advance((known - 1) // self._config.period * self._config.period + 1)
+
+    def finish(self) -> SpeakerState:
+        """End the utterance; return the state for the next utterance of its speaker."""
+        self._advance((self._num_frames - 1) // self._config.period * self._config.period + 1)
+        self._advance(self._num_frames)
+        most = MAX_REMEMBERED_FRAMES * POSTERIOR_SCALE
+        share = min(1.0, most / max(float(self._count), 1e-10))
+        return SpeakerState(self._mean.heard(), share * float(self._count), share * self._linear_S, share * self._quadratic_SS)
+
+    def rows(self) -> npt.NDArray[np.float32]:
+        """i-vectors so far, one per period."""
+        return np.stack(self._rows)
+
+    def at(self, time_T: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """T x S i-vectors of these frames."""
+        return np.stack([self._rows[period] for period in time_T // self._config.period])
+
+    def _advance(self, end: int) -> None:
+        """Process frames up to `end`; those that begin a period get an i-vector."""
+        period = self._config.period
+        while self._num_done < end:
+            # a period ends with the frame at which an i-vector is estimated, so the first one has a
+            # single frame
+            whole = (self._num_done + period - 1) // period * period + 1 if self._num_done else 1
+            self._step(min(end, whole + (_PERIODS_AT_ONCE - 1) * period))
+
+    def _step(self, end: int) -> None:
+        """Process frames up to `end`, the last of a period or of the utterance, in one batch."""
+        begin, self._num_done = self._num_done, end
+        at_T = np.arange(begin, end) - self._first
+        self._raw, self._normal = [np.concatenate(self._raw)], [np.concatenate(self._normal)]
+        z_TK = [self._model.front.project(frames, at_T) for frames in (self._normal[0], self._raw[0])]
+        # the first period is padded at its front
+        period = self._config.period
+        missing = -(end - begin) % period
+        normal_PTK, raw_PTK = (torch.cat([one.new_zeros(missing, one.shape[1]),
+                                          one]).view(-1, period, one.shape[1]) for one in z_TK)
+        post_PTI = scaled_posteriors(self._model.ubm, normal_PTK.flatten(0, 1)).unflatten(0, normal_PTK.shape[:2])
+        # padding, not frames
+        post_PTI[0, :missing] = 0.0
+        count_PI, first_PIK = post_PTI.sum(dim=1), post_PTI.mT @ raw_PTK
+        linear_PS, quadratic_PSS = self._model.extractor.terms(count_PI, first_PIK)
+        count_P = self._count + count_PI.sum(dim=1).cumsum(dim=0)
+        linear_PS = self._linear_S + linear_PS.cumsum(dim=0)
+        quadratic_PSS = self._quadratic_SS + quadratic_PSS.cumsum(dim=0)
+        self._count, self._linear_S = count_P[-1], linear_PS[-1]
+        self._quadratic_SS = quadratic_PSS[-1]
+        if (end - 1) % period == 0:
+            # mean of x minus its prior mean; the prior keeps its share beyond `MAX_COUNT` frames
+            scale_P = count_P.clamp(min=MAX_COUNT) / MAX_COUNT
+            prior_PS, prior_PSS = self._model.extractor.prior(scale_P)
+            x_PS: Tensor = torch.linalg.solve(quadratic_PSS + prior_PSS, linear_PS + prior_PS)
+            x_PS[:, 0] -= self._model.extractor.prior_offset
+            self._rows += list(x_PS.float().cpu().numpy())
+        # frames that no later projection needs
+        gone = max(0, end - CONTEXT - self._first)
+        self._raw, self._normal = [self._raw[0][gone:]], [self._normal[0][gone:]]
+        self._first += gone

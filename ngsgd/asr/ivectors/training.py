@@ -17,9 +17,7 @@ from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import CmnState, Features
 from ngsgd.asr.ivectors import extractor as extractors
 from ngsgd.asr.ivectors import model, ubm
-from ngsgd.asr.ivectors.extractor import Statistics
-from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel, scaled_posteriors, spliced
-from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
+from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel, IvectorStream, SpeakerState, spliced
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import IvectorConfig
@@ -31,8 +29,8 @@ from ngsgd.errors import DataError
 PCA_DIM, UBM_FRAMES, MAX_UTTERANCES = 40, 200_000, 5000
 # consecutive training utterances that share the state of a speaker (nnet3 recipes of Kaldi: 2)
 TRAIN_UTTERANCES = 2
-# frames per batch of second moments
-_FRAMES_AT_ONCE = 16384
+NUM_ITERS = 10  # EM passes of the extractor, as in Kaldi
+_FRAMES_AT_ONCE = 16384  # frames per batch of second moments
 
 State = TypeVar("State")
 
@@ -65,20 +63,18 @@ def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None
            "frames")
     statistics = collect(speech, front, mixture)
     if (statistics.total_count < extractors.FEWEST_FRAMES).all():
-        fewest = extractors.FEWEST_FRAMES / config.posterior_scale
+        fewest = extractors.FEWEST_FRAMES / model.POSTERIOR_SCALE
         raise DataError(f"ivectors.num_gaussians is {config.num_gaussians}, but none of them has "
                         f"{fewest:.0f} frames of the training set; reduce it.")
     extractor = extractors.start(statistics, config.dim)
-    for number in range(1, config.num_iters + 1):
+    for number in range(1, NUM_ITERS + 1):
         extractor, log_likelihood = extractors.em_pass(extractor, statistics)
-        report(f"i-vectors: pass {number}/{config.num_iters} of the extractor: "
+        report(f"i-vectors: pass {number}/{NUM_ITERS} of the extractor: "
                f"{log_likelihood:.4f} per frame before it")
     return IvectorModel(front, mixture, extractor)
 
 
-def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats,
-          chosen_T: npt.NDArray[np.int64]) -> Tensor:
-    """Principal axes of the chosen frames with their neighbors."""
+def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats, chosen_T: npt.NDArray[np.int64]) -> Tensor:
     dim = (2 * model.CONTEXT + 1) * speech.frames.dim
     plain = FrontEnd(config, all_speech, torch.eye(dim, dtype=torch.float64))
     sum_C, square_CC = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dim, dtype=torch.float64)
@@ -114,13 +110,10 @@ def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.
         turns.after(speaker, mean.heard())
 
 
-def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Statistics:
-    """Collect statistics of up to `MAX_UTTERANCES` utterances.
-
-    Gaussians are selected by frames after online mean subtraction; the sums are those of raw
-    frames.
+def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> extractors.Statistics:
+    """Collect statistics of up to `MAX_UTTERANCES` utterances: Gaussians are selected by frames
+    after online mean subtraction, and the sums are of raw frames.
     """
-    config = front.config
     num_utterances = len(speech.texts)
     is_chosen_U = np.zeros(num_utterances, bool)
     is_chosen_U[np.random.default_rng(0).permutation(num_utterances)[:MAX_UTTERANCES]] = True
@@ -130,7 +123,7 @@ def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Sta
     for u, frames in _heard(speech, front):
         if is_chosen_U[u]:
             normal_TK, raw_TK = (front.project(one, np.arange(len(one))) for one in frames)
-            post_TI = scaled_posteriors(mixture, normal_TK, config)
+            post_TI = model.scaled_posteriors(mixture, normal_TK)
             counts.append(post_TI.sum(dim=0).float())
             firsts.append((post_TI.T @ raw_TK).float())
             pieces.append((post_TI, raw_TK))
@@ -141,16 +134,11 @@ def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Sta
                 # few: a frame has only some Gaussians
                 mine = post_T.nonzero().squeeze(1)
                 second_IDD[i] += (post_T[mine, None] * all_TK[mine]).T @ all_TK[mine]
-    return Statistics(torch.stack(counts), torch.stack(firsts), second_IDD)
+    return extractors.Statistics(torch.stack(counts), torch.stack(firsts), second_IDD)
 
 
-def extract(speech: SpeechSet, model: IvectorModel, *,
-            most_utterances: int) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield one row per period for each utterance.
-
-    The state of speakers is kept over `most_utterances` consecutive utterances in the order of the
-    set.
-    """
+def extract(speech: SpeechSet, model: IvectorModel, *, most_utterances: int) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield one row per period for each utterance; speakers are kept over `most_utterances`."""
     turns: SpeakerMemory[SpeakerState] = SpeakerMemory(most_utterances)
     for u, speaker in enumerate(speech.speakers):
         stream = IvectorStream(model, turns.before(speaker))

@@ -1,29 +1,21 @@
-"""The background model: a mixture of diagonal Gaussians, trained by EM with mixing up.
-
-Letters: N frames, D features, G Gaussians.
-"""
+"""The background model, by EM with mixing up: G diagonal Gaussians, N frames, D features."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# minimum variance, relative to the variance of all frames
-VARIANCE_FLOOR = 0.01
+VARIANCE_FLOOR = 0.01  # minimum variance, relative to the variance of all frames
 # a Gaussian with fewer frames is removed, and the heaviest one is split
 FEWEST_FRAMES = 10.0
 # distance of the means of the halves of a Gaussian, in standard deviations
 PERTURBATION = 0.1
-# passes of EM between two doublings of the mixture
-ITERS_PER_SIZE = 3
-# passes at the final size
-ITERS_AT_END = 8
-# bounds memory: frames x Gaussians
-_FRAMES_AT_ONCE = 8192
+ITERS_PER_SIZE = 3  # passes of EM between two doublings of the mixture
+ITERS_AT_END = 8  # passes at the final size
+_FRAMES_AT_ONCE = 8192  # bounds memory: frames x Gaussians
 
 
 @dataclass(frozen=True)
@@ -46,10 +38,7 @@ class DiagonalMixture:
         return constant_G + x_ND @ (self.mean_GD * precision_GD).T - 0.5 * x_ND.square() @ precision_GD.T
 
     def posteriors(self, x_ND: Tensor, *, num_gselect: int, min_post: float) -> Tensor:
-        """N x G posteriors of the `num_gselect` most likely Gaussians, pruned below `min_post`.
-
-        Rows sum to 1.
-        """
+        """N x G posteriors of the `num_gselect` most likely Gaussians, pruned below `min_post`."""
         best_NK, index_NK = self.log_joint(x_ND).topk(min(num_gselect, self.num_gaussians), dim=1)
         post_NK = best_NK.softmax(dim=1)
         # the most likely one remains: its posterior is at least 1 / num_gselect
@@ -59,15 +48,14 @@ class DiagonalMixture:
 
 
 def train(x_ND: Tensor, num_gaussians: int, *, seed: int = 0) -> DiagonalMixture:
-    """Train a mixture of at most `num_gaussians`, fewer if there are too few frames.
-
-    It starts with one Gaussian and doubles; each pass of EM keeps those with enough frames.
-    """
+    """Train at most `num_gaussians`, from one by doubling; EM keeps those with enough frames."""
     x_ND = x_ND.double()
     generator = torch.Generator().manual_seed(seed)
     mean_D, variance_D = x_ND.mean(dim=0), x_ND.var(dim=0, correction=0).clamp(min=1e-10)
     mixture = DiagonalMixture(torch.ones(1, dtype=x_ND.dtype, device=x_ND.device), mean_D[None], variance_D[None])
-    for size in _sizes(min(num_gaussians, max(1, int(len(x_ND) / FEWEST_FRAMES)))):
+    size, last = 1, min(num_gaussians, max(1, int(len(x_ND) / FEWEST_FRAMES)))
+    while size < last:
+        size = min(2 * size, last)
         mixture = split(mixture, size, generator)
         for _ in range(ITERS_PER_SIZE):
             mixture, _ = em_pass(mixture, x_ND, VARIANCE_FLOOR * variance_D)
@@ -77,20 +65,8 @@ def train(x_ND: Tensor, num_gaussians: int, *, seed: int = 0) -> DiagonalMixture
     return mixture
 
 
-def _sizes(last: int) -> Iterator[int]:
-    size = 1
-    while size < last:
-        size = min(2 * size, last)
-        yield size
-
-
 def em_pass(mixture: DiagonalMixture, x_ND: Tensor, floor_D: Tensor) -> tuple[DiagonalMixture, float]:
-    """Run one pass of EM.
-
-    Returns:
-        (the mixture without Gaussians that have too few frames, log-likelihood per frame before the
-        pass).
-    """
+    """Return the mixture after a pass of EM, and the log-likelihood per frame before the pass."""
     count_G = torch.zeros_like(mixture.weight_G)
     sum_GD, square_GD = torch.zeros_like(mixture.mean_GD), torch.zeros_like(mixture.mean_GD)
     log_likelihood = 0.0

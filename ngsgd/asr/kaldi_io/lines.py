@@ -1,9 +1,7 @@
 """The reader of all text files of speech data: tables, dictionaries, manifests, language models.
 
-Text is UTF-8, with or without a byte order mark, plain or gzip-compressed. A line ends at a line
-feed, with or without a carriage return before it. Blanks and tabs separate fields. All other spaces
-and line separators, control characters and invisible characters are errors: other tools split or
-join words at them, and nobody sees them.
+UTF-8, with or without a byte order mark, CRLF and gzip. Blanks and tabs separate fields; all other
+spaces, control and invisible characters are errors: other tools split words there, unseen.
 """
 
 from __future__ import annotations
@@ -33,10 +31,8 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def read(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[tuple[str, str]]:
-    """Yield (file:line, text) of every nonempty line, without spaces at its ends.
-
-    Raises:
-        DataError: the file cannot be read, or a line has a character that the module forbids.
+    """Yield (file:line, text) of every nonempty line, without spaces at its ends. Raises DataError
+    if the file cannot be read, or a line has a character that the module forbids.
     """
     for number, line in numbered(path, max_bytes=max_bytes):
         yield f"{path}:{number}", line
@@ -44,7 +40,6 @@ def read(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[tuple[str, str]]
 
 def numbered(path: Path, *, is_checked: bool = True, max_bytes: int = MAX_BYTES) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of every nonempty line, as `read`; one at a time is in memory.
-
     Unless `is_checked`, forbidden characters are no errors: JSON lines are parsed first.
     """
     number = 0

@@ -17,18 +17,9 @@ from ngsgd import files
 from ngsgd.asr import unpacking
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.kaldi_io import lines
+from ngsgd.data import kaldi_objects
 from ngsgd.data.columns import Index, Spool
-from ngsgd.data.kaldi_objects import (
-    Array,
-    KaldiFormatError,
-    Place,
-    Source,
-    foreign_kind,
-    open_source,
-    parse_place,
-    read_archive,
-    read_object,
-)
+from ngsgd.data.kaldi_objects import Array, KaldiFormatError, Place, Source, open_source
 from ngsgd.errors import DataError
 
 _MAX_TABLE_BYTES = lines.MAX_BYTES
@@ -43,33 +34,28 @@ class Entry:
 
 
 class Table(Mapping[str, Entry]):
-    """Lines "key value ..." of a file by key, in the order of the file.
-
-    The lines are kept in an unnamed temporary file, so that memory is 30 bytes per line.
-
-    Raises:
-        DataError: the file is missing, damaged or empty, or a key is a duplicate.
+    """Lines "key value ..." of a file by key, in its order; 30 bytes of memory per line. Raises
+    DataError if the file is missing, damaged or empty, or a key is a duplicate.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._numbers = path, array("q")
         hashes = array("q")
-        self._lines = Spool(self._records(hashes))
+
+        def records() -> Iterator[bytes]:
+            for number, line in lines.numbered(path):
+                key, *value = re.split("[ \t]+", line, maxsplit=1)
+                self._numbers.append(number)
+                hashes.append(hash(key))
+                yield " ".join([key, *value]).encode()
+        self._lines = Spool(records())
         self._index = Index(hashes, lambda at: self._at(at)[0])
-        twice = self._index.duplicate()
-        if twice:
-            key, entry = self._at(twice[1])
-            raise DataError(f"{entry.where}: {key} is a duplicate, first in "
-                            f"{self._at(twice[0])[1].where}; remove one of them.")
+        if twice := self._index.duplicate():
+            (_, first), (key, entry) = map(self._at, twice)
+            raise DataError(f"{entry.where}: {key} is a duplicate, first in {first.where}; remove "
+                            "one of them.")
         if not self._lines:
             raise DataError(f"{path} is empty; add lines, or remove its folder.")
-
-    def _records(self, hashes: array[int]) -> Iterator[bytes]:
-        for number, line in lines.numbered(self._path):
-            key, *value = re.split("[ \t]+", line, maxsplit=1)
-            self._numbers.append(number)
-            hashes.append(hash(key))
-            yield " ".join([key, *value]).encode()
 
     def _at(self, at: int) -> tuple[str, Entry]:
         key, _, value = self._lines[at].decode().partition(" ")
@@ -104,7 +90,7 @@ def read_ark(path: Path) -> dict[str, npt.NDArray[np.floating]]:
 def place_of(entry: Entry) -> Place:
     """Parse the file, offset and range of an entry of a .scp; commands are rejected."""
     try:
-        return parse_place(entry.value)
+        return kaldi_objects.parse_place(entry.value)
     except KaldiFormatError as error:
         raise DataError(f"{entry.where}: {entry.value[:40]!r} {error}; write the name of the "
                         "archive with offset and range: feats.ark:12[0:19].") from error
@@ -127,7 +113,7 @@ def _matrix(entry: Entry, folder: Path) -> Array:
     place = place_of(entry)
     try:
         with open_source(place.resolve(folder), place.offset) as source:
-            found = read_object(source)
+            found = kaldi_objects.read_object(source)
         if found.ndim != 2:
             raise KaldiFormatError("it is not a matrix")
         return place.part(found)
@@ -143,7 +129,7 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
     """Read all vectors of an archive of alignments, binary or text; names in .gz are compressed."""
     try:
         content = unpacking.gunzip(path) if path.suffix == ".gz" else files.read_regular_bytes(path, _MAX_TABLE_BYTES)
-        if b"\0B" not in content[:4096] and not foreign_kind(content.partition(b" ")[2]):
+        if b"\0B" not in content[:4096] and not kaldi_objects.foreign_kind(content.partition(b" ")[2]):
             content = "".join(f"{' '.join(line.split())} \n" for _, line in lines.read(path)).encode()
         return _by_key(Source(io.BytesIO(content), len(content)), 1, np.int32)
     except (OSError, KaldiFormatError, MemoryError) as error:
@@ -153,7 +139,7 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
 
 def _by_key(source: Source, num_dims: int, dtype: type[np.int32] | None = None) -> dict[str, Array]:
     found: dict[str, Array] = {}
-    for key, one in read_archive(source):
+    for key, one in kaldi_objects.read_archive(source):
         if one.ndim != num_dims or (one.dtype == np.int32) != (dtype is np.int32):
             kind = "vector of integers" if dtype is np.int32 else "matrix"
             raise KaldiFormatError(f"{key[:80]}: it is not a {kind}")
@@ -164,10 +150,7 @@ def _by_key(source: Source, num_dims: int, dtype: type[np.int32] | None = None) 
 
 
 def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.floating]]]) -> None:
-    """Write an archive of float64 or float32 matrices, and the script (.scp) that refers to it.
-
-    The script has the absolute path of the archive, so it works from any working directory.
-    """
+    """Write an archive of float64 or float32 matrices, and the .scp with its absolute path."""
     places = []
     with files.new_file(ark) as temporary, temporary.open("wb") as file:
         for key, matrix in matrices:

@@ -1,10 +1,7 @@
 """Transition models of Kaldi: the first part of a `final.mdl`, binary or text.
 
-A model numbers its tuples of (phone, HMM state, pdf) from 1. Each transition out of the state of a
-tuple has an id, in the order of the tuples and of the transitions in the topology. Alignments and
-decoding graphs of Kaldi have these ids.
-
-Text form (`gmm-copy --binary=false`, `nnet3-am-copy --binary=false`, `copy-transition-model`):
+A model numbers its tuples of (phone, HMM state, pdf) from 1, and the transitions out of their
+states in this order; alignments and graphs have the ids of transitions. As text (`--binary=false`):
 
     <TransitionModel>
     <Topology> <TopologyEntry> <ForPhones> 1 2 </ForPhones>
@@ -14,9 +11,8 @@ Text form (`gmm-copy --binary=false`, `nnet3-am-copy --binary=false`, `copy-tran
     <LogProbs> [ 0 -0.29 -1.39 -0.29 -1.39 ] </LogProbs>
     </TransitionModel>
 
-States of chain topologies have <ForwardPdfClass> and <SelfLoopPdfClass>, and tuples a fourth
-number, the pdf of the self-loop (<Tuples>). The rest of the file, the acoustic model, is not read.
-Sizes are compared with limits before memory is allocated.
+Chain topologies have <ForwardPdfClass> and <SelfLoopPdfClass>, and <Tuples> with the pdf of the
+self-loop. Sizes are compared with limits before memory is allocated.
 """
 
 from __future__ import annotations
@@ -36,21 +32,17 @@ from ngsgd.errors import DataError
 # far beyond any model
 _MAX_PHONES, _MAX_PDFS, _MAX_TUPLES, _MAX_IDS = 100_000, 1_000_000, 2_000_000, 10_000_000
 _MAX_STATES, _MAX_TRANSITIONS = 200, 200
-# of the text up to the acoustic model
-_MAX_TEXT_BYTES = 1 << 28
+_MAX_TEXT_BYTES = 1 << 28  # of the text up to the acoustic model
 _END = b"</TransitionModel>"
-# the pdf class of a state that emits nothing
-_NO_PDF = -1
+_NO_PDF = -1  # the pdf class of a state that emits nothing
 
 
 class HmmState(NamedTuple):
     """A state of a topology."""
 
-    # -1: emits nothing
-    pdf_class: int
+    pdf_class: int  # -1: emits nothing
     self_loop_class: int
-    # (target state, probability)
-    transitions: tuple[tuple[int, float], ...]
+    transitions: tuple[tuple[int, float], ...]  # (target state, probability)
 
 
 class HmmTuple(NamedTuple):
@@ -59,18 +51,12 @@ class HmmTuple(NamedTuple):
     phone: int
     state: int
     pdf: int
-    # of the self-loop; differs in chain topologies
-    self_loop_pdf: int
+    self_loop_pdf: int  # differs in chain topologies
 
 
 @dataclass(frozen=True)
 class TransitionModel:
-    """Topologies of phones, and the tuples that transition ids number.
-
-    Attributes:
-        topologies: HMM states by phone.
-        tuples: sorted, as in the file.
-    """
+    """HMM states by phone, and the tuples that transition ids number, sorted as in the file."""
 
     topologies: Mapping[int, tuple[HmmState, ...]]
     tuples: tuple[HmmTuple, ...]
@@ -78,17 +64,12 @@ class TransitionModel:
     @cached_property
     def tid2pdf(self) -> tuple[int, ...]:
         """Transition id - 1 -> pdf."""
-        return tuple(one.self_loop_pdf if target == one.state else one.pdf
-                     for one in self.tuples
+        return tuple(one.self_loop_pdf if target == one.state else one.pdf for one in self.tuples
                      for target, _ in self.topologies[one.phone][one.state].transitions)
 
     @staticmethod
     def read(path: Path) -> TransitionModel:
-        """Read the transition model of a `final.mdl`.
-
-        Raises:
-            DataError: the file is missing, damaged or of another kind.
-        """
+        """Read it from a `final.mdl`; DataError if it is missing, damaged or of another kind."""
         try:
             with open_source(path) as source:
                 return _read(_fields(source))
@@ -149,7 +130,6 @@ def _expect(fields: _TextFields | _BinaryFields, token: str) -> None:
 
 
 def _checked(states: list[HmmState]) -> tuple[HmmState, ...]:
-    """The states of a topology, whose last one is final."""
     if len(states) < 2 or states[-1].transitions or states[-1].pdf_class != _NO_PDF:
         raise KaldiFormatError("a topology does not end with a state without transitions")
     for state in states:
@@ -205,29 +185,24 @@ class _TextFields:
         while (token := self.word()) == "<State>":
             if self.integer(0, _MAX_STATES) != len(states):
                 raise KaldiFormatError("the states of a topology are not numbered from 0")
-            states.append(self._state())
+            forward = loop = _NO_PDF
+            transitions: list[tuple[int, float]] = []
+            token = self.word()
+            if token in ("<PdfClass>", "<ForwardPdfClass>"):
+                forward = loop = self.integer(0, _MAX_STATES)
+                if token == "<ForwardPdfClass>":
+                    _expect(self, "<SelfLoopPdfClass>")
+                    loop = self.integer(0, _MAX_STATES)
+                token = self.word()
+            while token == "<Transition>":
+                transitions.append((self.integer(0, _MAX_STATES), _number(self.word())))
+                token = self.word()
+            if token != "</State>":
+                raise KaldiFormatError(f"{token[:30]!r} is found instead of </State>")
+            states.append(HmmState(forward, loop, tuple(transitions)))
         if token != "</TopologyEntry>":
             raise KaldiFormatError(f"{token[:30]!r} is found instead of <State>")
         return _checked(states)
-
-    def _state(self) -> HmmState:
-        forward = loop = _NO_PDF
-        transitions: list[tuple[int, float]] = []
-        token = self.word()
-        if token == "<PdfClass>":
-            forward = loop = self.integer(0, _MAX_STATES)
-            token = self.word()
-        elif token == "<ForwardPdfClass>":
-            forward = self.integer(0, _MAX_STATES)
-            _expect(self, "<SelfLoopPdfClass>")
-            loop = self.integer(0, _MAX_STATES)
-            token = self.word()
-        while token == "<Transition>":
-            transitions.append((self.integer(0, _MAX_STATES), _number(self.word())))
-            token = self.word()
-        if token != "</State>":
-            raise KaldiFormatError(f"{token[:30]!r} is found instead of </State>")
-        return HmmState(forward, loop, tuple(transitions))
 
 
 class _BinaryFields:
@@ -255,8 +230,7 @@ class _BinaryFields:
         # marks self-loops with their own pdf classes
         has_loops = num_entries == -1
         num_entries = self.integer(1, _MAX_PHONES) if has_loops else num_entries
-        entries = [_checked([self._state(has_loops) for _ in range(self.integer(2, _MAX_STATES))])
-                   for _ in range(num_entries)]
+        entries = [_checked([self._state(has_loops) for _ in range(self.integer(2, _MAX_STATES))]) for _ in range(num_entries)]
         _expect(self, "</Topology>")
         if not all(0 < phone < len(entry_of) and 0 <= entry_of[phone] < num_entries for phone in phones):
             raise KaldiFormatError("a phone has no topology")

@@ -1,17 +1,6 @@
 """The ARPA format of n-gram models: one reader for all options that name such a file.
 
-    \\data\\
-    ngram 1=4
-    ngram 2=2
-
-    \\1-grams:
-    -0.5 one -0.3
-    ...
-    \\end\\
-
-Each entry is a log probability to base 10, the words, and in all but the longest n-grams optionally
-a back-off weight. Other text may come before `\\data\\`. A model is checked before kaldilm or
-kaldifst read it, since both end the process on some damaged models.
+A model is checked before kaldilm or kaldifst read it: both end the process on some damaged models.
 """
 
 from __future__ import annotations
@@ -27,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ngsgd import files
-from ngsgd.asr import extras
+from ngsgd import files, imports
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import lexicon
 from ngsgd.errors import DataError
@@ -37,16 +25,13 @@ BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 _MAX_ORDER = 20
 _SECTION = re.compile(r"\\(\d{1,9})-grams:", re.ASCII)
 _COUNT = re.compile(r"ngram\s+(\d{1,9})\s*=\s*(\d{1,18})", re.ASCII)
-# log probabilities and weights to base 10 are far smaller
-_LARGEST = 1e6
+_LARGEST = 1e6  # log probabilities and weights to base 10 are far smaller
 # on the input side of the back-off arcs of G, so that HCLG can be determinized
 _BACKOFF = "#0"
-# rounding of a probability of 1
-_ABOVE_ONE = 0.01
+_ABOVE_ONE = 0.01  # rounding of a probability of 1
 _FOREIGN = {
     b"mmap lm http://kheafield.com/code":
-        "a binary model of KenLM, which does not contain all of its words; use the ARPA file that it was "
-        "made from",
+        "a binary model of KenLM, which does not contain all of its words; use the ARPA file that it was made from",
     b"\xd6\xfd\xb2\x7e": "a graph of OpenFst; use the ARPA file that it was made from",
 }
 
@@ -56,21 +41,14 @@ class Gram(NamedTuple):
 
     words: tuple[str, ...]
     log_prob: str
-    # empty: none
-    backoff: str
+    backoff: str  # empty: none
 
 
-def read(path: Path, of_lexicon: Sequence[str], report: Callable[[str], None],
-         effect: str = "cannot be recognized") -> str:
-    """Read a language model, plain or gzip-compressed, and compare its words with the lexicon.
+def read(path: Path, of_lexicon: Sequence[str], report: Callable[[str], None], effect: str = "cannot be recognized") -> str:
+    """Read a language model, plain or gzip-compressed, from `\\data\\` to `\\end\\`.
 
-    `report` receives a line, with the `effect`, if the model lacks some of its words.
-
-    Returns:
-        The text from `\\data\\` to `\\end\\`, with lines that end at a line feed.
-
-    Raises:
-        DataError: the file cannot be read, is not such a model, or has none of the words.
+    `report` receives a line, with the `effect`, if it lacks words of the lexicon. Raises DataError
+    if the file cannot be read, is not such a model, or has none of the words.
     """
     try:
         with files.open_regular(path) as file:
@@ -98,24 +76,16 @@ class Reader:
     """Reads the lines of a model and checks them."""
 
     def __init__(self, name: str = "the language model") -> None:
-        # the longest n-grams with a section
-        self.order = 0
-        # their words
+        self.order = 0  # of the longest n-grams with a section
         self.unigrams: set[str] = set()
-        self._name = name
+        self._name, self._section, self._is_finished = name, 0, False
         self._counts: dict[int, int] = {}
         self._found: dict[int, int] = {}
-        self._section = 0
-        self._is_finished = False
         self._hashes = array("q")
 
     def entries(self, numbered: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Gram | None]]:
-        """Yield each line from `\\data\\` to `\\end\\`, with its n-gram if it has one.
-
-        Sentence marks of the n-grams become lower case.
-
-        Raises:
-            DataError: the text is damaged or incomplete. Counts are compared after the last line.
+        """Yield each line from `\\data\\` to `\\end\\`, with its n-gram if it has one; sentence
+        marks become lower case. Raises DataError for a damaged or incomplete text, or wrong counts.
         """
         has_begun = False
         for where, line in numbered:
@@ -177,8 +147,7 @@ class Reader:
         fields, order = line.split(), self._section
         if not order + 1 <= len(fields) <= order + 2:
             raise self._error(where, f"{len(fields)} fields in a section of {order}-grams")
-        words = tuple(word.lower() if word.lower() in (BEGIN, END) else word
-                      for word in fields[1:order + 1])
+        words = tuple(word.lower() if word.lower() in (BEGIN, END) else word for word in fields[1:order + 1])
         try:
             numbers = [lines.as_float(field) for field in (fields[0], *fields[order + 1:])]
         except ValueError as error:
@@ -197,9 +166,6 @@ class Reader:
         return DataError(f"{where}: {reason}; use a complete model in ARPA format.")
 
 
-# Graphs -------------------------------------------------------------------------------------------
-
-
 _ARPA_TO_FST = """
 import sys, kaldilm
 model, table, symbol, output = sys.argv[1:]
@@ -211,7 +177,7 @@ open(output, "w", encoding="utf-8").write(text)
 
 def acceptor(text: str, labels: Mapping[str, int]) -> Any:
     """Build G of a model as kaldifst.StdVectorFst, without n-grams of words that have no label."""
-    extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
+    imports.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
     # numbers as words: no word of the lexicon can be taken for one of the other symbols
     names = {**{word: str(label) for word, label in labels.items()}, BEGIN: BEGIN, END: END}
     symbols = ["<eps>", *map(str, labels.values()), _BACKOFF, BEGIN, END]
@@ -222,8 +188,7 @@ def acceptor(text: str, labels: Mapping[str, int]) -> Any:
                 words = " ".join(names.get(word, UNKNOWN) for word in gram.words) if gram else ""
                 fields = (gram.log_prob, words, gram.backoff) if gram else (line,)
                 file.write("\t".join(field for field in fields if field) + "\n")
-        listed = "".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols))
-        table.write_text(listed, encoding="utf-8")
+        table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)), encoding="utf-8")
         # kaldilm ends the process on some invalid files
         command = [sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table), _BACKOFF, str(graph)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -234,4 +199,4 @@ def acceptor(text: str, labels: Mapping[str, int]) -> Any:
             reason = "".join(char if char.isprintable() else "?" for char in marked)[:200]
             raise DataError(f"The language model is not in ARPA format ({reason}); check the file.")
         text = graph.read_text(encoding="utf-8")
-    return extras.load("kaldifst", extra="asr", purpose="Decoding").compile(text)
+    return imports.load("kaldifst", extra="asr", purpose="Decoding").compile(text)

@@ -1,25 +1,24 @@
-"""The decision tree from a phone in context and an HMM state to a pdf, and its text form.
+"""The decision tree from a phone in context and an HMM state to a pdf, and Kaldi's text form of it.
 
-A tree has Kaldi's structure and text form (`ContextDependency`, as `tree` in a Kaldi model folder
-after `copy-tree --binary=false`), so that trees can be exchanged.  Phones are numbered from 1; 0
-stands for the edge of an utterance.
+Phones are numbered from 1; 0 is the edge of an utterance.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+from ngsgd import imports
 from ngsgd.errors import DataError
 
-# the number of a phone outside the utterance
-EDGE = 0
+EDGE = 0  # the number of a phone outside the utterance
 # the key of the HMM state in splits and tables; other keys are positions in the window
 STATE = -1
-# far beyond any tree, and below Python's recursion limit
-_MAX_DEPTH = 400
+_MAX_DEPTH = 400  # far beyond any tree, and below Python's recursion limit
 _MAX_PHONES, _MAX_PDFS, _MAX_WIDTH = 100_000, 1_000_000, 7
 
 
@@ -71,14 +70,8 @@ class ContextTree:
     root: Node
 
     def pdf(self, window: Sequence[int], state: int) -> int:
-        """Return the pdf of a state of the center phone.
-
-        Args:
-            window: `width` phone numbers; `EDGE` outside the utterance.
-            state: HMM state, from 0.
-
-        Raises:
-            DataError: the tree has no pdf for it, such as for a phone that was not in training.
+        """Return the pdf of a state (from 0) of the center phone of a window, with `EDGE` outside
+        the utterance. Raises DataError if there is none, such as for a phone not in training.
         """
         node: Node | None = self.root
         while node is not None and not isinstance(node, Leaf):
@@ -95,11 +88,13 @@ class ContextTree:
     @cached_property
     def num_pdfs(self) -> int:
         """1 + the largest pdf."""
-        return 1 + max(leaf.pdf for leaf in _leaves(self.root))
+        return 1 + max(self._reached({}))
 
     def pdfs(self, phone: int, state: int) -> frozenset[int]:
         """Return the pdfs that a state of a phone has in any context."""
-        fixed = {self.center: phone, STATE: state}
+        return self._reached({self.center: phone, STATE: state})
+
+    def _reached(self, fixed: Mapping[int, int]) -> frozenset[int]:
         found, todo = set(), [self.root]
         while todo:
             node = todo.pop()
@@ -117,28 +112,12 @@ class ContextTree:
 
     def to_text(self) -> str:
         """Return the tree in Kaldi's text form."""
-        return (f"ContextDependency {self.width} {self.center} ToPdf {_written(self.root)}"
-                "EndContextDependency \n")
+        return f"ContextDependency {self.width} {self.center} ToPdf {_written(self.root)}EndContextDependency \n"
 
     @staticmethod
     def from_text(text: str) -> ContextTree:
-        """Read Kaldi's text form.
-
-        Raises:
-            DataError: the text is damaged, or is of another form.
-        """
+        """Read Kaldi's text form; DataError if the text is damaged, or is of another form."""
         return _Parser(re.findall(r"\S+", text)).tree()
-
-
-def _leaves(node: Node | None) -> Iterator[Leaf]:
-    if isinstance(node, Leaf):
-        yield node
-    elif isinstance(node, Split):
-        yield from _leaves(node.yes)
-        yield from _leaves(node.no)
-    elif isinstance(node, Table):
-        for child in node.children:
-            yield from _leaves(child)
 
 
 def _written(node: Node | None) -> str:
@@ -147,8 +126,7 @@ def _written(node: Node | None) -> str:
     if isinstance(node, Leaf):
         return f"CE {node.pdf} "
     if isinstance(node, Table):
-        children = "".join(map(_written, node.children))
-        return f"TE {node.key} {len(node.children)} ( {children}) "
+        return f"TE {node.key} {len(node.children)} ( {''.join(map(_written, node.children))}) "
     values = " ".join(map(str, sorted(node.yes_values)))
     return f"SE {node.key} [ {values} ]\n{{ {_written(node.yes)}{_written(node.no)}}} \n"
 
@@ -157,9 +135,7 @@ class _Parser:
     """Recursive descent over the tokens of a tree."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._at = 0
-        self._width = 0
+        self._tokens, self._at, self._width = tokens, 0, 0
 
     def tree(self) -> ContextTree:
         self._expect("ContextDependency")
@@ -223,3 +199,94 @@ class _Parser:
         found = self._tokens[self._at - 1][:20] if 0 < self._at <= len(self._tokens) else "the end"
         return DataError(f"The decision tree is not in Kaldi's text form: token {self._at} is "
                          f"{found!r}, expected {expected}; write it with copy-tree --binary=false.")
+
+
+EPSILON = 0
+
+
+@dataclass
+class ContextGraphs:
+    """C and H of a tree over triphones or left biphones."""
+
+    tree: ContextTree
+    num_states: Sequence[int]  # of each phone, from phone 1
+    disambig: Sequence[int]  # symbols on the phone side that pass through C and H
+    end: int  # symbol that closes a phone sequence
+    # pdfs of a phone in context, each with its input label of C
+    _labels: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if (self.tree.width, self.tree.center) not in ((3, 1), (2, 1)):
+            raise DataError(f"The decision tree has windows of {self.tree.width} phones with the "
+                            f"center {self.tree.center}; graphs are made for triphones (3, 1) and left biphones (2, 1).")
+
+    @cached_property
+    def context(self) -> Any:
+        """C: labels of phones in context to phones, sorted by output."""
+        kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+        phones = range(1, len(self.num_states) + 1)
+        fst = kaldifst.StdVectorFst()
+        # (left, center) -> state; the center was read and waits for its right neighbor
+        states = {pair: fst.add_state() for pair in [(EDGE, EDGE), *itertools.product((EDGE, *phones), phones)]}
+        last = fst.add_state()
+        fst.start = states[EDGE, EDGE]
+        fst.set_final(last, 0.0)
+        for (left, center), state in states.items():
+            for right in phones:
+                label = self._label(left, center, right) if center else EPSILON
+                fst.add_arc(state, kaldifst.StdArc(label, right, 0.0, states[center, right]))
+            label = self._label(left, center, EDGE) if center else EPSILON
+            fst.add_arc(state, kaldifst.StdArc(label, self.end, 0.0, last))
+        # labels of disambiguation symbols follow those of the contexts, whose number is known now
+        for state in states.values():
+            for number, symbol in enumerate(self.disambig):
+                label = len(self._labels) + 1 + number
+                fst.add_arc(state, kaldifst.StdArc(label, symbol, 0.0, state))
+        kaldifst.arcsort(fst, "olabel")
+        return fst
+
+    @cached_property
+    def states(self) -> Any:
+        """H: pdfs + 1 to labels of C."""
+        _ = self.context
+        return pdfs_to_labels(self._labels.items(), (
+            (self.tree.num_pdfs + 1 + number, len(self._labels) + 1 + number) for number in range(len(self.disambig))))
+
+    def _label(self, left: int, center: int, right: int) -> int:
+        # trees of left biphones do not ask for the last one
+        pdfs = tuple(self.tree.pdf((left, center, right), state) for state in range(self.num_states[center - 1]))
+        return self._labels.setdefault(pdfs, len(self._labels) + 1)
+
+
+def pdfs_to_labels(labels: Iterable[tuple[Sequence[int], int]], symbols: Iterable[tuple[int, int]]) -> Any:
+    """H: pdfs + 1 to labels, closed under repetition, without self-loops; sorted by output. Labels
+    in `symbols` are of disambiguation symbols, which pass.
+    """
+    kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+    fst = kaldifst.StdVectorFst()
+    fst.start = fst.add_state()
+    fst.set_final(fst.start, 0.0)
+    for pdfs, label in labels:
+        state, output = fst.start, label
+        for pdf in pdfs[:-1]:
+            following = fst.add_state()
+            fst.add_arc(state, kaldifst.StdArc(pdf + 1, output, 0.0, following))
+            state, output = following, EPSILON
+        fst.add_arc(state, kaldifst.StdArc(pdfs[-1] + 1, output, 0.0, fst.start))
+    for symbol, output in symbols:
+        fst.add_arc(fst.start, kaldifst.StdArc(symbol, output, 0.0, fst.start))
+    kaldifst.arcsort(fst, "olabel")
+    return fst
+
+
+def closed(fst: Any, end: int) -> Any:
+    """Let every phone sequence of a transducer end with the symbol `end`; sorted by input."""
+    kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+    finals = [(state, fst.final(state).value) for state in range(fst.num_states) if fst.final(state).value != float("inf")]
+    last = fst.add_state()
+    for state, cost in finals:
+        fst.add_arc(state, kaldifst.StdArc(end, EPSILON, cost, last))
+        fst.set_final(state, float("inf"))
+    fst.set_final(last, 0.0)
+    kaldifst.arcsort(fst, "ilabel")
+    return fst

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ngsgd.asr import extras
+from ngsgd import imports
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.errors import DataError
 
@@ -28,10 +28,8 @@ _MAX_BYTES = 1 << 24
 _MAX_STATES = 1_000_000
 # limit of the deterministic form of N states: _MAX_GROWTH * N + _SMALL; the time is quadratic
 _MAX_GROWTH, _SMALL = 10, 10_000
-_TOO_LARGE = ("is too large, or repeats alternatives of the same words with other probabilities; make "
-              "it smaller.")
-# maximum nesting of groups and rules
-_MAX_DEPTH = 200
+_TOO_LARGE = "is too large, or repeats alternatives of the same words with other probabilities; make it smaller."
+_MAX_DEPTH = 200  # maximum nesting of groups and rules
 _COMMENT = re.compile(r"//[^\n]*|/\*")
 _TOKEN = re.compile(r"\s*(<[^<>\s]+>|[|()\[\]*+;=]|[^\s|()\[\]*+;=<>]+|\S)")
 
@@ -45,27 +43,29 @@ class _Node:
 
 @dataclass(frozen=True)
 class Grammar:
-    """The rules of a file."""
+    """The rules of a file, and its text."""
 
     path: Path
     rules: Mapping[str, _Node]
     start: str
-    # of the file
     text: str = field(repr=False)
 
     def words(self) -> tuple[str, ...]:
         """All words of all rules, sorted."""
-        return tuple(sorted({name for rule in self.rules.values() for name in _words(rule)}))
+        found, todo = set[str](), list(self.rules.values())
+        while todo:
+            node = todo.pop()
+            found |= {node.name} if node.kind == "word" else set()
+            todo += node.parts
+        return tuple(sorted(found))
 
     def acceptor(self, labels: Mapping[str, int]) -> Any:
-        """Build the word sequences of the grammar, with these labels, as kaldifst.StdVectorFst.
-
-        Raises:
-            DataError: a rule is missing or contains itself, or there are too many states.
+        """Build the word sequences, with these labels, as kaldifst.StdVectorFst. Raises DataError
+        if a rule is missing or contains itself, or there are too many states.
         """
         expansion = _Expansion(self, labels)
         end = expansion.add(_Node("rule", self.start), 0, ())
-        kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
+        kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
         fst = kaldifst.compile("\n".join([*expansion.lines, f"{end} 0", ""]))
         try:
             # alternatives of equal words under * and + can have no deterministic form
@@ -216,13 +216,6 @@ class _Expansion:
 
     def _join(self, source: int, target: int, label: int = 0, cost: float = 0.0) -> None:
         self.lines.append(f"{source} {target} {label} {label} {cost}")
-
-
-def _words(node: _Node) -> Iterator[str]:
-    if node.kind == "word":
-        yield node.name
-    for part in node.parts:
-        yield from _words(part)
 
 
 def _without_comments(text: str) -> str:

@@ -1,10 +1,7 @@
 """Decoding graphs as weighted transducers: HCLG at the level of pdfs, and graphs of transcripts.
 
-Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1. Costs are negative
-log probabilities. HCLG is built as in Kaldi (lexicon with disambiguation symbols, composed with the
-grammar, determinized, minimized), with two differences: phones have no context, so there is no C,
-and state transitions have no cost.
-
+Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1; costs are negative
+log probabilities. As in Kaldi, but phones have no context, and state transitions have no cost.
 L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 """
 
@@ -18,21 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ngsgd.asr import extras
-from ngsgd.asr.lang import arpa, context_graphs, openfst
-from ngsgd.asr.lang.context_graphs import ContextGraphs
+from ngsgd import imports
+from ngsgd.asr.lang import arpa, context_tree, openfst
 from ngsgd.asr.lang.language import GivenGraph, Language
-from ngsgd.asr.lang.topology import (
-    SILENCE_PHONE,
-    STATES_PER_PHONE,
-    Pronunciation,
-    Topology,
-)
+from ngsgd.asr.lang.topology import SILENCE_PHONE, STATES_PER_PHONE, Pronunciation, Topology
 from ngsgd.errors import DataError
 
 EPSILON = 0
-# tolerance of equal costs; the default of the tools, 1/1024, accumulates over the words of an
-# utterance
+# tolerance of equal costs; the tools' default, 1/1024, accumulates over the words of an utterance
 _PRECISION = 1e-5
 
 
@@ -57,19 +47,20 @@ class Arc(NamedTuple):
 
 
 def build(language: Language, *, silence_prob: float) -> Graph:
-    """Build HCLG of a language.
-
-    Args:
-        language: words, lexicon, and language model or grammar.
-        silence_prob: that of silence before, between and after words; 0: both have cost 0.
-    """
+    """Build HCLG; `silence_prob` is of silence before, between and after words (0: both cost 0)."""
     topology = language.topology
-    lexicon = _Lexicon(topology)
+    fst, phones, disambig = _lexicon(topology, silence_prob)
     if language.grammar:
         grammar = language.grammar.acceptor(topology.word_labels)
+    elif language.arpa:
+        grammar = arpa.acceptor(language.arpa, topology.word_labels)
     else:
-        grammar = arpa.acceptor(language.arpa, topology.word_labels) if language.arpa \
-            else _loop(topology, language.is_one_word)
+        # any number of words, or exactly one, all with equal probability
+        grammar = _new()
+        end = grammar.add_state() if language.is_one_word else grammar.start
+        for label in range(1, len(topology.words) + 1):
+            _add(grammar, Arc(grammar.start, end, label, label, math.log(len(topology.words))))
+        grammar.set_final(end, 0.0)
     kaldifst = _kaldifst()
     # the tools crash without any path
     kept = grammar.copy()
@@ -78,7 +69,6 @@ def build(language: Language, *, silence_prob: float) -> Graph:
                for arc in kaldifst.ArcIterator(kept, state)):
         raise DataError("The language model or grammar has no path from its start to an end with a word of "
                         "the lexicon; use the model and the lexicon of one task.")
-    fst = lexicon.transducer(silence_prob)
     kaldifst.arcsort(fst, "olabel")
     kaldifst.arcsort(grammar, "ilabel")
     fst = kaldifst.compose(fst, grammar)
@@ -86,13 +76,14 @@ def build(language: Language, *, silence_prob: float) -> Graph:
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
     kaldifst.arcsort(fst, "ilabel")
     if language.tree:
-        in_context = graphs_in_context(language, disambig=lexicon.disambig)
-        fst = kaldifst.compose(in_context.context, context_graphs.closed(fst, in_context.end))
+        in_context = graphs_in_context(language, disambig=disambig)
+        fst = kaldifst.compose(in_context.context, context_tree.closed(fst, in_context.end))
         states = in_context.states
         kaldifst.arcsort(fst, "ilabel")
     else:
-        states = lexicon.states()
-        kaldifst.arcsort(states, "olabel")
+        labels = [(topology.pdfs_of_phone(phone), number) for number, phone in enumerate(phones, start=1)]
+        symbols = enumerate(disambig, start=topology.num_pdfs + 1)
+        states = context_tree.pdfs_to_labels(labels, symbols)
     fst = kaldifst.compose(states, fst)
     _determinize(fst)
     num_pdfs = language.num_pdfs
@@ -101,13 +92,13 @@ def build(language: Language, *, silence_prob: float) -> Graph:
     return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
 
 
-def graphs_in_context(language: Language, disambig: range = range(0)) -> ContextGraphs:
+def graphs_in_context(language: Language, disambig: range = range(0)) -> context_tree.ContextGraphs:
     """C and H of a language with tied states."""
     assert language.tree is not None
     topology = language.topology
     num_states = (topology.num_silence_states, *(STATES_PER_PHONE for _ in topology.phones))
     end = disambig.stop if disambig else len(num_states) + 1
-    return ContextGraphs(language.tree, num_states, disambig, end)
+    return context_tree.ContextGraphs(language.tree, num_states, disambig, end)
 
 
 def read(given: GivenGraph) -> Graph:
@@ -126,10 +117,8 @@ def read(given: GivenGraph) -> Graph:
 
 
 def check(given: GivenGraph) -> openfst.Fst:
-    """Parse the graph of the data, with transition ids replaced by pdfs + 1.
-
-    Raises:
-        DataError: the file is damaged, or its labels exceed the transitions or the words.
+    """Parse the graph of the data, with transition ids replaced by pdfs + 1. Raises DataError if
+    the file is damaged, or its labels exceed the transitions or the words.
     """
     fst = openfst.parse(given.hclg, "The decoding graph HCLG.fst")
     ilabel_A, olabel_A = fst.arc_A["ilabel"], fst.arc_A["olabel"]
@@ -160,8 +149,7 @@ def _require_path(fst: openfst.Fst) -> None:
         states = targets[~is_reached_S[targets]]
         is_reached_S[states] = True
     if not has_word or not np.isfinite(fst.final_S[is_reached_S]).any():
-        raise DataError("The decoding graph HCLG.fst has no path from its start to a final state with a word; "
-                        "make it again.")
+        raise DataError("The decoding graph HCLG.fst has no path from its start to a final state with a word; make it again.")
 
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
@@ -202,12 +190,8 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
     return Graph(fst, topology.words, topology)
 
 
-def of_transcript_in_context(language: Language, in_context: ContextGraphs,
-                             words: Sequence[str]) -> Graph:
-    """As `of_transcript`, in the tied states of a language with a decision tree.
-
-    `in_context` is `graphs_in_context(language)`, made once for many transcripts.
-    """
+def of_transcript_in_context(language: Language, in_context: context_tree.ContextGraphs, words: Sequence[str]) -> Graph:
+    """As `of_transcript`, in tied states; `in_context` is `graphs_in_context(language)`."""
     topology = language.topology
     number_of = {phone: number for number, phone in enumerate((SILENCE_PHONE, *topology.phones), 1)}
     fst = _new()
@@ -217,7 +201,6 @@ def of_transcript_in_context(language: Language, in_context: ContextGraphs,
         _add_epsilon(fst, source, after)
         _add(fst, Arc(source, after, number_of[SILENCE_PHONE], EPSILON, 0.0))
         return after
-
     state = after_optional_silence(fst.start)
     for word in words:
         ended = fst.add_state()
@@ -230,23 +213,18 @@ def of_transcript_in_context(language: Language, in_context: ContextGraphs,
         state = after_optional_silence(ended)
     fst.set_final(state, 0.0)
     kaldifst = _kaldifst()
-    fst = kaldifst.compose(in_context.context, context_graphs.closed(fst, in_context.end))
+    fst = kaldifst.compose(in_context.context, context_tree.closed(fst, in_context.end))
     kaldifst.arcsort(fst, "ilabel")
     fst = kaldifst.compose(in_context.states, fst)
     return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
 
 
 def within(graph: Graph, words: Sequence[str]) -> Graph:
-    """Return the paths of `graph` with exactly this word sequence; without any it has no states.
-
-    Raises:
-        DataError: the graph lacks a word.
-    """
+    """Return the paths of `graph` with these words, perhaps none; DataError if it lacks a word."""
     labels = {word: label for label, word in enumerate(graph.words, start=1)}
     if missing := [word for word in words if word not in labels]:
         raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, "
-                        "which a transcript contains; set data.oov_word to a word of the graph, or "
-                        "correct the transcript.")
+                        "which a transcript contains; set data.oov_word to a word of the graph, or correct the transcript.")
     kaldifst = _kaldifst()
     transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
     kaldifst.arcsort(transcript, "ilabel")
@@ -254,79 +232,41 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     return replace(graph, fst=kaldifst.compose(graph.fst, transcript, match_side="right"))
 
 
-# Lexicon ------------------------------------------------------------------------------------------
-
-
-class _Lexicon:
-    """L and H of a topology, with their symbols.
-
-    Phones are numbered from 1, followed by disambiguation symbols.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.phones = (SILENCE_PHONE, *topology.phones)
-        self.entries = _disambiguated(topology)
-        num_disambig = 1 + max((number for _, _, number in self.entries), default=0)
-        first = len(self.phones) + 1
-        self.backoff = first                             # #0
-        # the last symbol ends an optional silence
-        self.disambig = range(first, first + num_disambig + 1)
-
-    def transducer(self, silence_prob: float) -> Any:
-        """L: phones to words, closed under repetition."""
-        silence_cost = no_silence_cost = 0.0
-        if silence_prob:
-            silence_cost, no_silence_cost = -math.log(silence_prob), -math.log(1 - silence_prob)
-        fst = _new()
-        loop, silence, ended = (fst.add_state() for _ in range(3))
-        _add(fst, Arc(fst.start, loop, EPSILON, EPSILON, no_silence_cost))
-        _add(fst, Arc(fst.start, silence, EPSILON, EPSILON, silence_cost))
-        _add(fst, Arc(silence, ended, self._phone(SILENCE_PHONE), EPSILON, 0.0))
-        _add(fst, Arc(ended, loop, self.disambig[-1], EPSILON, 0.0))
-        for word, phones, number in self.entries:
-            symbols = [*map(self._phone, phones), *([self.backoff + number] if number else [])]
-            state, output = loop, self.topology.word_labels[word]
-            for symbol in symbols[:-1]:
-                following = fst.add_state()
-                _add(fst, Arc(state, following, symbol, output, 0.0))
-                state, output = following, EPSILON
-            _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
-            _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
-        # the label of #0 in `arpa.acceptor`
-        backoff_label = len(self.topology.words) + 1
-        _add(fst, Arc(loop, loop, self.backoff, backoff_label, 0.0))
-        fst.set_final(loop, 0.0)
-        return fst
-
-    def states(self) -> Any:
-        """H: pdfs to phones, closed under repetition, without self-loops.
-
-        Disambiguation symbols pass unchanged.
-        """
-        fst = _new()
-        fst.set_final(fst.start, 0.0)
-        for phone in self.phones:
-            state, output = fst.start, self._phone(phone)
-            pdfs = self.topology.pdfs_of_phone(phone)
-            for pdf in pdfs[:-1]:
-                following = fst.add_state()
-                _add(fst, Arc(state, following, pdf + 1, output, 0.0))
-                state, output = following, EPSILON
-            _add(fst, Arc(state, fst.start, pdfs[-1] + 1, output, 0.0))
-        for number, symbol in enumerate(self.disambig):
-            _add(fst, Arc(fst.start, fst.start, self.topology.num_pdfs + 1 + number, symbol, 0.0))
-        return fst
-
-    def _phone(self, phone: str) -> int:
-        return self.phones.index(phone) + 1
+def _lexicon(topology: Topology, silence_prob: float) -> tuple[Any, tuple[str, ...], range]:
+    """L, closed under repetition, its phones (numbered from 1), and the symbols after them."""
+    phones = (SILENCE_PHONE, *topology.phones)
+    number_of = {phone: number for number, phone in enumerate(phones, start=1)}
+    entries = _disambiguated(topology)
+    num_disambig = 1 + max((number for _, _, number in entries), default=0)
+    # #0 is first, and the last symbol ends an optional silence
+    backoff = len(phones) + 1
+    disambig = range(backoff, backoff + num_disambig + 1)
+    silence_cost = no_silence_cost = 0.0
+    if silence_prob:
+        silence_cost, no_silence_cost = -math.log(silence_prob), -math.log(1 - silence_prob)
+    fst = _new()
+    loop, silence, ended = (fst.add_state() for _ in range(3))
+    _add(fst, Arc(fst.start, loop, EPSILON, EPSILON, no_silence_cost))
+    _add(fst, Arc(fst.start, silence, EPSILON, EPSILON, silence_cost))
+    _add(fst, Arc(silence, ended, number_of[SILENCE_PHONE], EPSILON, 0.0))
+    _add(fst, Arc(ended, loop, disambig[-1], EPSILON, 0.0))
+    for word, spelling, number in entries:
+        symbols = [*(number_of[phone] for phone in spelling), *([backoff + number] if number else [])]
+        state, output = loop, topology.word_labels[word]
+        for symbol in symbols[:-1]:
+            following = fst.add_state()
+            _add(fst, Arc(state, following, symbol, output, 0.0))
+            state, output = following, EPSILON
+        _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
+        _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
+    # the label of #0 in `arpa.acceptor`
+    _add(fst, Arc(loop, loop, backoff, len(topology.words) + 1, 0.0))
+    fst.set_final(loop, 0.0)
+    return fst, phones, disambig
 
 
 def _disambiguated(topology: Topology) -> list[tuple[str, Pronunciation, int]]:
-    """Return (word, pronunciation, disambiguation symbol or 0), as add_lex_disambig of Kaldi.
-
-    A symbol ends every pronunciation shared by several words, and every prefix of another one.
-    """
+    """Return (word, pronunciation, symbol or 0) as Kaldi's add_lex_disambig: shared or prefixes."""
     every = [(word, phones) for word, spellings in topology.lexicon.items() for phones in spellings]
     count = Counter(phones for _, phones in every)
     prefixes = {phones[:length] for _, phones in every for length in range(1, len(phones))}
@@ -336,22 +276,6 @@ def _disambiguated(topology: Topology) -> list[tuple[str, Pronunciation, int]]:
         used[phones] += count[phones] > 1 or phones in prefixes
         entries.append((word, phones, used[phones]))
     return entries
-
-
-# Grammar ------------------------------------------------------------------------------------------
-
-
-def _loop(topology: Topology, is_one_word: bool) -> Any:
-    """G of any number of words, or of exactly one, all with equal probability."""
-    fst = _new()
-    end = fst.add_state() if is_one_word else fst.start
-    for label in range(1, len(topology.words) + 1):
-        _add(fst, Arc(fst.start, end, label, label, math.log(len(topology.words))))
-    fst.set_final(end, 0.0)
-    return fst
-
-
-# Transducers --------------------------------------------------------------------------------------
 
 
 def _with_self_loops(fst: Any) -> Any:
@@ -377,7 +301,6 @@ def _with_self_loops(fst: Any) -> Any:
 
 
 def _rewritten(fst: Any, change: Callable[[int, int, float], tuple[int, int, float]]) -> Any:
-    """Return a copy with other labels and costs of the arcs; states keep their numbers."""
     kaldifst = _kaldifst()
     copy, iterator, new_arc = kaldifst.StdVectorFst(), kaldifst.ArcIterator, kaldifst.StdArc
     for _ in range(fst.num_states):
@@ -401,7 +324,6 @@ def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) 
 
 
 def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
-    """Return a state after optional silence."""
     after: int = fst.add_state()
     _add_epsilon(fst, source, after)
     _add_epsilon(fst, _chain(fst, source, topology.silence_pdfs), after)
@@ -415,7 +337,6 @@ def _determinize(fst: Any) -> None:
 
 
 def _new() -> Any:
-    """A transducer with one state, its start."""
     fst = _kaldifst().StdVectorFst()
     fst.start = fst.add_state()
     return fst
@@ -430,4 +351,4 @@ def _add_epsilon(fst: Any, source: int, target: int) -> None:
 
 
 def _kaldifst() -> Any:
-    return extras.load("kaldifst", extra="asr", purpose="Decoding")
+    return imports.load("kaldifst", extra="asr", purpose="Decoding")

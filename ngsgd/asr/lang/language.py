@@ -10,7 +10,6 @@ from typing import Any
 
 from ngsgd.asr.lang import grammar as grammars
 from ngsgd.asr.lang.context_tree import ContextTree
-from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Topology
 
 GRAMMAR = "grammar.jsgf"
@@ -20,8 +19,7 @@ GRAMMAR = "grammar.jsgf"
 class GivenGraph:
     """A decoding graph of the data, with labels of Kaldi."""
 
-    # an OpenFst file; input labels are transition ids, output labels word numbers
-    hclg: bytes
+    hclg: bytes  # an OpenFst file; input labels are transition ids, output labels word numbers
     words: tuple[str, ...]      # word number - 1 -> word
     tid2pdf: tuple[int, ...]    # transition id - 1 -> pdf
 
@@ -31,17 +29,14 @@ class Language:
     """Words and grammar; without an ARPA text all word sequences have equal weights."""
 
     topology: Topology
-    # an n-gram model in ARPA format
-    arpa: str = ""
-    # an utterance is a single word (without `arpa`)
-    is_one_word: bool = False
+    arpa: str = ""  # an n-gram model in ARPA format
+    is_one_word: bool = False  # an utterance is a single word (without `arpa`)
     given: GivenGraph | None = None
     # ties the states of triphones; phone 1 is silence, the others follow in the topology's order
     tree: ContextTree | None = None
     # of the training transcripts, for homophones; empty if unknown
     word_counts: Mapping[str, int] = field(default_factory=dict)
-    # replaces the language model
-    grammar: Grammar | None = None
+    grammar: grammars.Grammar | None = None  # replaces the language model
 
     @property
     def num_pdfs(self) -> int:
@@ -51,19 +46,16 @@ class Language:
         return self.tree.num_pdfs if self.tree else self.topology.num_pdfs
 
     def pdf_names(self, *, of_graph: bool) -> tuple[str, ...]:
-        """The phone and state of each pdf, from 0.
-
-        With `of_graph` the names are derived from the digest of the graph of the data. Equal names
-        are equal states, so alignments can be checked against their use.
+        """The phone and state of each pdf, from 0: equal names are equal states. With `of_graph`
+        they are derived from the digest of the graph of the data.
         """
-        if of_graph and self.given:
-            tree = hashlib.sha256(" ".join(map(str, self.given.tid2pdf)).encode()).hexdigest()[:12]
-            return tuple(f"tree-{tree} {pdf}" for pdf in range(self.num_pdfs))
-        if self.tree:
-            digest = hashlib.sha256(self.tree.to_text().encode()).hexdigest()[:12]
+        text = " ".join(map(str, self.given.tid2pdf)) if of_graph and self.given else \
+            self.tree.to_text() if self.tree else ""
+        if text:
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             return tuple(f"tree-{digest} {pdf}" for pdf in range(self.num_pdfs))
-        phones = (SILENCE_PHONE, *self.topology.phones)
-        return tuple(f"{phone} {state}" for phone in phones for state in range(len(self.topology.pdfs_of_phone(phone))))
+        return tuple(f"{phone} {state}" for phone in (SILENCE_PHONE, *self.topology.phones)
+                     for state in range(len(self.topology.pdfs_of_phone(phone))))
 
     def phone_states(self) -> tuple[int, ...] | None:
         """The state of a phone that each tied state belongs to; None without a tree."""

@@ -1,8 +1,6 @@
 """Pronunciation dictionaries: lines "word phone phone ...", one for each pronunciation.
 
-Dictionaries of Kaldi (lexicon.txt, lexiconp.txt, with probabilities of silence too), of MFA (one or
-four columns of numbers) and of CMU (`;;;` and `##` lines, `# place` after the phones) are read.
-Probabilities are not used.
+Those of Kaldi, MFA (columns of numbers) and CMU (comments) are read; probabilities are not used.
 """
 
 from __future__ import annotations
@@ -19,19 +17,14 @@ from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.counting import counted
 from ngsgd.errors import DataError, warn
 
-# mark of CMU for further pronunciations of a word: A(2)
-_VARIANT = re.compile(r"(?<=.)\(\d+\)$")
-# comments of CMU: lines, and the rest of a line
-_COMMENTS, _REST = (";;;", "##"), "#"
+_VARIANT = re.compile(r"(?<=.)\(\d+\)$")  # mark of CMU for further pronunciations of a word: A(2)
+_COMMENTS, _REST = (";;;", "##"), "#"  # comments of CMU: lines, and the rest of a line
 _NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?", re.ASCII)
-# in data.source
-_NAMES = ("lexicon.txt", "lexiconp.txt")
-PLACES = tuple(f"{folder}{name}" for name in _NAMES
-               for folder in ("", "dict/", "local/dict/", "data/local/dict/"))
+_NAMES = ("lexicon.txt", "lexiconp.txt")  # in data.source
+PLACES = tuple(f"{folder}{name}" for name in _NAMES for folder in ("", "dict/", "local/dict/", "data/local/dict/"))
 _NUM_SHOWN = 10
 
-# where, word, phones
-Entry = tuple[str, str, Pronunciation]
+Entry = tuple[str, str, Pronunciation]  # where, word, phones
 
 
 def locate(given: str, source: Path) -> Path:
@@ -51,17 +44,13 @@ def locate(given: str, source: Path) -> Path:
 def read(path: Path, num_silence_states: int, report: Callable[[str], None] = warn) -> Topology:
     """Read words and phones of the file, phones in alphabetical order.
 
-    Further pronunciations have separate lines, with or without WORD(2). `report` receives a line if
-    probabilities are omitted. Default: a warning.
-
-    Raises:
-        DataError: a line has no phones, is a duplicate, or has a number or a comment as phone.
+    `report` receives a line if probabilities are omitted (default: a warning). Raises DataError if
+    a line has no phones, is a duplicate, or has a number or a comment as phone.
     """
     lexicon: dict[str, tuple[Pronunciation, ...]] = {}
     for where, word, phones in _without_probabilities(list(_entries(path)), path, report):
         if phones in lexicon.get(word, ()):
-            raise DataError(f"{where}: duplicate pronunciation of the word {word}; remove the "
-                            "line.")
+            raise DataError(f"{where}: duplicate pronunciation of the word {word}; remove the line.")
         lexicon[word] = (*lexicon.get(word, ()), phones)
     phones_of_words = {phone for all_ in lexicon.values() for phones in all_ for phone in phones} - {SILENCE_PHONE}
     if not phones_of_words:
@@ -76,8 +65,7 @@ def _entries(path: Path) -> Iterator[Entry]:
         word, *phones = line.split()
         phones = phones[:phones.index(_REST)] if _REST in phones else phones
         if not phones or word == _REST:
-            raise DataError(f"{where}: the word {word} has no phones; write them after it, or "
-                            "remove the line.")
+            raise DataError(f"{where}: the word {word} has no phones; write them after it, or remove the line.")
         if marked := [phone for phone in phones if phone.startswith(_REST)]:
             raise DataError(f"{where}: {marked[0]} of the word {word} is a comment or a disambiguation "
                             "symbol, and not a phone; remove it.")
@@ -103,50 +91,36 @@ def _without_probabilities(entries: Sequence[Entry], path: Path, report: Callabl
 
 
 def _is_probability(rest: Sequence[Pronunciation]) -> bool:
-    """Whether the first field is a number in every line, with phones after it.
-
-    Digits from 2 to 9 are phones of X-SAMPA.
-    """
+    """Whether the first field is a number in every line, with phones after it."""
     if not all(len(fields) > 1 and _NUMBER.fullmatch(fields[0]) for fields in rest):
         return False
     values = {fields[0] for fields in rest}
+    # digits from 2 to 9 are phones of X-SAMPA
     return values <= {"0", "1"} or any(len(value) > 1 for value in values)
 
 
-# Comparison of words ------------------------------------------------------------------------------
-
-
 def alike(word: str, known: Iterable[str]) -> str:
-    """Return a remark about a known word that looks like `word`, or an empty string.
+    """Remark on a known word that differs in composed or invisible characters or case, or empty."""
+    def visible(text: str) -> str:
+        shown = (char for char in text if unicodedata.category(char) != "Cf")
+        return unicodedata.normalize("NFC", "".join(shown))
 
-    Two words can differ in composed characters, in characters that show nothing, or in case.
-    """
-    folded = unicodedata.normalize("NFKC", _visible(word)).casefold()
-    twin = next((one for one in known if one != word
-                 and unicodedata.normalize("NFKC", _visible(one)).casefold() == folded), None)
+    def folded(text: str) -> str:
+        return unicodedata.normalize("NFKC", visible(text)).casefold()
+    same = folded(word)
+    twin = next((one for one in known if one != word and folded(one) == same), None)
     if twin is None:
         return ""
-    if _visible(word) != _visible(twin):
+    if visible(word) != visible(twin):
         return f" ({twin} is, in other letters)"
-    return f" ({_code_points(word)}; {_code_points(twin)} looks the same)"
-
-
-def _visible(word: str) -> str:
-    return unicodedata.normalize("NFC", "".join(char for char in word if unicodedata.category(char) != "Cf"))
-
-
-def _code_points(word: str) -> str:
-    return " ".join(f"U+{ord(char):04X}" for char in word)
+    codes, of_twin = (" ".join(f"U+{ord(char):04X}" for char in text) for text in (word, twin))
+    return f" ({codes}; {of_twin} looks the same)"
 
 
 def require_shared(words: Sequence[str], known: Collection[str], source: str,
                    report: Callable[[str], None], effect: str = "cannot be recognized") -> None:
-    """Compare the words of the lexicon with those that a language model or graph `source` has.
-
-    `report` receives a line, with the `effect`, if some words of the lexicon are missing.
-
-    Raises:
-        DataError: none is known.
+    """Compare the words of the lexicon with those of a language model or graph `source`. `report`
+    receives a line, with the `effect`, if some are missing; DataError if none is known.
     """
     missing = [word for word in words if word not in known]
     if len(missing) == len(words):
@@ -164,8 +138,6 @@ def listed(words: Sequence[str]) -> str:
     return " ".join(words[:_NUM_SHOWN]) + more
 
 
-# Homophones ---------------------------------------------------------------------------------------
-
 # If a language model gives homophones the same probability, their paths have equal costs, and the
 # order of the search or rounding decides. The costs here decide for the word that is more frequent
 # in the training transcripts. They are about 0.01 at most and rarely change another decision.
@@ -175,20 +147,14 @@ _HOMOPHONE_SCALE = 1e-3
 
 def count_words(texts: Iterable[Sequence[str]]) -> dict[str, int]:
     """Return the number of occurrences of each word, sorted by word."""
-    counts = Counter(word for words in texts for word in words)
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(word for words in texts for word in words).items()))
 
 
 def homophone_costs(lexicon: Mapping[str, Iterable[Sequence[str]]], counts: Mapping[str, int]) -> dict[str, float]:
     """Return the cost of each word that shares a pronunciation with another word.
 
-    Args:
-        lexicon: word -> pronunciations, as phones.
-        counts: word -> its number in the training transcripts; empty: no word has a cost.
-
-    Returns:
-        A thousandth of the negative log probability of the word, with one added to each count.
-
+    It is a thousandth of the negative log probability of the word in the training transcripts, with
+    one added to each of its `counts`; without counts no word has a cost.
     >>> a, o = ("EY",), ("OW",)
     >>> found = homophone_costs({"A": [a], "O": [o], "OH": [o]}, {"A": 9, "O": 6, "OH": 2})
     >>> {word: round(cost, 6) for word, cost in found.items()}

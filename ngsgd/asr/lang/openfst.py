@@ -1,9 +1,6 @@
 """Parser of binary OpenFst files: the types vector and const, with standard arcs.
 
-The parser is independent of OpenFst: a damaged file raises DataError, whereas a C++ reader may end
-the process. mkgraph.sh of Kaldi writes HCLG.fst as const.
-
-Letters: S states, A arcs.
+A damaged file raises DataError; a C++ reader may end the process. Letters: S states, A arcs.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from ngsgd.data.kaldi_objects import KaldiFormatError, Source
 from ngsgd.errors import DataError
 
 _MAGIC, _SYMBOLS_MAGIC = 2125659606, 2125658996
-# flags: a table of input symbols, of output symbols
-_HAS_SYMBOLS = (1, 2)
+_HAS_SYMBOLS = (1, 2)  # flags: a table of input symbols, of output symbols
 # flag: the arrays of a const file begin at multiples of _ALIGNMENT
 _IS_ALIGNED = 4
 _ALIGNMENT = 16
@@ -35,12 +31,10 @@ class Fst:
     """States and arcs; the arcs of state s are `arc_A[first_S[s]:first_S[s] + num_arcs_S[s]]`."""
 
     start: int
-    # cost of ending; infinite for states that are not final
-    final_S: npt.NDArray[np.float32]
+    final_S: npt.NDArray[np.float32]  # cost of ending; infinite for states that are not final
     first_S: npt.NDArray[np.int64]
     num_arcs_S: npt.NDArray[np.int64]
-    # ilabel, olabel, weight, target
-    arc_A: npt.NDArray[Any]
+    arc_A: npt.NDArray[Any]  # ilabel, olabel, weight, target
 
     @property
     def num_states(self) -> int:
@@ -76,7 +70,15 @@ def _parsed(source: Source) -> Fst:
                 _string(source)
                 source.take(8)
     if kind == "vector":
-        return _checked(_vector(source, start, num_states))
+        # a file from a pipe has -1 states and ends after them
+        finals: list[np.float32] = []
+        leaving: list[npt.NDArray[Any]] = []
+        while len(finals) != num_states and not (num_states == -1 and not source.left):
+            finals.append(np.frombuffer(source.take(4), "<f4")[0])
+            leaving.append(source.array(_ARC, _integer(source, "<i8")))
+        num_arcs_S = np.array(list(map(len, leaving)), np.int64)
+        return _checked(Fst(start, np.array(finals, np.float32), np.cumsum(num_arcs_S) - num_arcs_S,
+                            num_arcs_S, np.concatenate([np.empty(0, _ARC), *leaving])))
     is_aligned = bool(flags & _IS_ALIGNED) or version == _ALIGNED_VERSION
     arrays = []
     for dtype, length in ((_STATE, num_states), (_ARC, num_arcs)):
@@ -99,20 +101,7 @@ def _string(source: Source) -> str:
     return source.take(length).decode(errors="replace")
 
 
-def _vector(source: Source, start: int, num_states: int) -> Fst:
-    """Read each state with its arcs; a file from a pipe has -1 states and ends after them."""
-    finals: list[np.float32] = []
-    arcs: list[npt.NDArray[Any]] = []
-    while len(finals) != num_states and not (num_states == -1 and not source.left):
-        finals.append(np.frombuffer(source.take(4), "<f4")[0])
-        arcs.append(source.array(_ARC, _integer(source, "<i8")))
-    num_arcs_S = np.array([len(leaving) for leaving in arcs], np.int64)
-    return Fst(start, np.array(finals, np.float32), np.cumsum(num_arcs_S) - num_arcs_S, num_arcs_S,
-               np.concatenate([np.empty(0, _ARC), *arcs]))
-
-
 def _checked(fst: Fst) -> Fst:
-    """Check that all numbers are in their ranges."""
     if not 0 <= fst.start < fst.num_states:
         raise KaldiFormatError(f"its start is the state {fst.start} of {fst.num_states}")
     if (fst.first_S + fst.num_arcs_S).max() > len(fst.arc_A):

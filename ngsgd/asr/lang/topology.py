@@ -1,7 +1,6 @@
-"""HMM states, and the pronunciations of words in these states.
+"""HMM states, which are pdfs here, and the pronunciations of words in them.
 
-Silence has one or more states, from pdf 0. Every following phone has three states, left to right. A
-state and its pdf are identical here, since states are not tied.
+Silence has one or more states, from pdf 0; every phone has three, left to right.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ from functools import cached_property
 from typing import Any
 
 STATES_PER_PHONE = 3
-# the first state of silence
-SILENCE_PDF = 0
-# allowed in pronunciations, as in `<UNK> SIL` of Kaldi
-SILENCE_PHONE = "SIL"
+SILENCE_PDF = 0  # the first state of silence
+SILENCE_PHONE = "SIL"  # allowed in pronunciations, as in `<UNK> SIL` of Kaldi
 
 Pronunciation = tuple[str, ...]
 
@@ -24,10 +21,8 @@ Pronunciation = tuple[str, ...]
 class Topology:
     """Phones, states and pronunciations of a corpus, as the decoder needs them."""
 
-    # without silence; their order determines the pdf ids
-    phones: tuple[str, ...]
-    # word -> one or more pronunciations
-    lexicon: dict[str, tuple[Pronunciation, ...]]
+    phones: tuple[str, ...]  # without silence; their order determines the pdf ids
+    lexicon: dict[str, tuple[Pronunciation, ...]]  # word -> one or more pronunciations
     num_silence_states: int = 1
 
     @property

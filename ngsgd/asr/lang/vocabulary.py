@@ -1,7 +1,4 @@
-"""Replacement of the words of a trained model: lexicons, word lists and language models.
-
-They must use the phones of the model.
-"""
+"""Other words for a trained model, in its phones: lexicons, word lists, language models."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from ngsgd.asr.lang.topology import SILENCE_PHONE
 from ngsgd.errors import ConfigError, DataError, warn
 from ngsgd.interface import option
 
-# decoding weights far beyond all useful values
-MAX_SCALE, MAX_PENALTY = 100.0, 1000.0
+MAX_SCALE, MAX_PENALTY = 100.0, 1000.0  # decoding weights far beyond all useful values
 _NUM_SHOWN = 10
 
 
@@ -39,21 +35,15 @@ class UnknownWords:
 
     num_words: int
     num_unknown: int
-    # the most frequent first
-    most_frequent: tuple[tuple[str, int], ...]
+    most_frequent: tuple[tuple[str, int], ...]  # the most frequent first
 
 
-def of_model(language: Language, vocabulary: Vocabulary,
-             report: Callable[[str], None] = warn) -> Language:
+def of_model(language: Language, vocabulary: Vocabulary, report: Callable[[str], None] = warn) -> Language:
     """Return the language of a model for decoding with these replacements.
 
-    `report` receives lines about probabilities that are not used, and about words that the language
-    model lacks. Default: a warning.
-
-    Raises:
-        ConfigError: a grammar and a language model.
-        DataError: the model lacks a phone, a word lacks a pronunciation, states are tied, or the
-            language model has none of the words.
+    `report` receives lines about unused probabilities and missing words (default: a warning).
+    Raises ConfigError if a grammar and a language model, DataError if the model lacks a phone, a
+    word lacks a pronunciation, states are tied, or the language model has none of the words.
     """
     if vocabulary == Vocabulary():
         return language
@@ -119,5 +109,4 @@ def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> Unknown
 def _require_pronunciations(words: Sequence[str], known: Collection[str], source: str) -> None:
     if missing := sorted(set(words) - set(known)):
         raise DataError(f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
-                        f"{lexicon.alike(missing[0], known)}; add them to a lexicon "
-                        f"({option('lexicon', 'FILE')}).")
+                        f"{lexicon.alike(missing[0], known)}; add them to a lexicon ({option('lexicon', 'FILE')}).")

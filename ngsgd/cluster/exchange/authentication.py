@@ -1,7 +1,6 @@
 """Message authentication codes, and a socket on which both ends prove that they hold a secret.
 
-The secret is transferred over the authenticated channel between the coordinator and its workers. It
-protects against other processes that can reach a port. There is no encryption.
+They protect against other processes that can reach a port. There is no encryption.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 TAG_BYTES = 16
 _SECRET_BYTES = 16   # 128 bits
 _NONCE_BYTES = 16
-_MAX_MESSAGE = 1 << 16
+_MAX_MESSAGE = 1 << 26  # the addresses of some thousand members
 _LENGTH = struct.Struct("!I")
 _COUNT = struct.Struct("!Q")
 
@@ -101,11 +100,7 @@ class Channel:
 
 
 def accepted(connection: socket.socket, secret: bytes, deadline: float) -> Channel:
-    """Authenticate a client.
-
-    Raises:
-        RefusedError: the client does not hold the secret; it receives no information.
-    """
+    """Authenticate a client; raise RefusedError, without an answer, if it lacks the secret."""
     ours = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(ours)
     theirs = _read(connection, _NONCE_BYTES, deadline)
@@ -119,11 +114,7 @@ def accepted(connection: socket.socket, secret: bytes, deadline: float) -> Chann
 
 
 def opened(host: str, port: int, secret: bytes, deadline: float) -> Channel:
-    """Connect to a server.
-
-    Raises:
-        RefusedError: the server does not hold the secret.
-    """
+    """Connect to a server; raise RefusedError if it does not hold the secret."""
     connection = socket.create_connection((host, port), timeout=_left(deadline))
     try:
         theirs = _read(connection, _NONCE_BYTES, deadline)

@@ -1,12 +1,7 @@
-"""Averaging among the workers: coordinator side (workers: `ngsgd.cluster.exchange.collective`).
+"""The outer step among workers: coordinator side (workers: `ngsgd.cluster.exchange.collective`).
 
-A group of workers has a number, its generation, and a secret, which the workers get with their
-requests. A change of members or a failure creates a new group with the next number. Its rendezvous
-is open only while the group forms. A failure closes it, so that no member waits there for a worker
-that is gone.
-
-Consequences of a failure: if the group broke and every worker lives, the coordinator reads the
-results one by one, as without a collective. A worker that was silent until the deadline is killed.
+A change of members or a failure creates a new group of workers, with the next generation and a new
+secret. If the group broke and every worker lives, the coordinator reads the results one by one.
 Results of dead workers are lost, and their jobs run again before anything is averaged. Every result
 is therefore counted exactly once.
 """
@@ -15,27 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from itertools import pairwise
 
 from ngsgd.cluster.exchange.authentication import new_secret
-from ngsgd.cluster.exchange.collective import GroupFailure, Identity, MeanRequest, MeanShard, Parts, RemoteResultRef
+from ngsgd.cluster.exchange.collective import GatheredRef, GroupFailure, RemoteResultRef, Step, StepRequest, StepShard, shard_edges
 from ngsgd.cluster.exchange.process_group import Backend
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
-from ngsgd.config import ClusterConfig
 from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, FailureKind
-from ngsgd.ops.averaging import pool_variances, shares_of
 from ngsgd.ops.compression import Codec
-from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost
-from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer
+from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost, VectorRef
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.validation.checksums import digest
 
 # (requests by worker, timeout in seconds, callback for a dead worker) -> answers that arrived in
 # time; the other workers are killed
-Ask = Callable[[Mapping[int, MeanRequest], float, Callable[[], None]], dict[int, object]]
+Ask = Callable[[Mapping[int, StepRequest], float, Callable[[], None]], dict[int, object]]
 # consecutive failures: each may cost half of the timeout, and the cause is likely to persist
 _MAX_FAILURES = 3
+# for a worker to send its part of an average, after which it counts as hanging
+EXCHANGE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,7 @@ class Ending:
     kind: FailureKind = FailureKind.UNKNOWN
 
 
+Member = tuple[int, str]  # worker and its process
 # how the process that stores a result ended; None while it lives
 WhyLost = Callable[[RemoteResultRef], Ending | None]
 
@@ -57,8 +53,7 @@ class RemoteRef:
     kept: RemoteResultRef
     job: Job
     digest: int
-    # raises ClusterError if the worker is gone
-    fetch: Callable[[RemoteResultRef], Vector]
+    fetch: Callable[[RemoteResultRef], Vector]  # raises ClusterError if the worker is gone
     is_here = False
 
     def read(self) -> Vector:
@@ -82,44 +77,65 @@ def remote(result: JobResult, fetch: Callable[[RemoteResultRef], Vector]) -> Job
 
 
 class Exchange:
-    """Sends requests to the workers, and concatenates their shards of the mean."""
+    """Sends requests to the workers, and concatenates their shards of the next state.
 
-    def __init__(self, host: str, timeout_s: float, *, backend: Backend = "gloo", codec: Codec | None = None) -> None:
-        # name of this machine in the network of the workers
-        self.host = host
-        # seconds after which a worker that has not answered is killed
-        self.timeout_s = timeout_s
-        self.backend: Backend = backend
-        self.codec: Codec | None = codec
+    Args:
+        host: name of this machine in the network of the workers.
+        timeout_s: after which a silent worker is killed; None: `EXCHANGE_TIMEOUT_S`.
+        backend: of the group.
+        codec: of the parameter deltas; None: parameters are transferred.
+    """
+
+    def __init__(self, host: str, timeout_s: float | None = None, *,
+                 backend: Backend = "gloo", codec: Codec | None = None) -> None:
+        self.host, self.backend, self.codec = host, backend, codec
+        self.timeout_s = EXCHANGE_TIMEOUT_S if timeout_s is None else timeout_s
+        # open while a group forms; one of NCCL needs it as long as it lives
         self._rendezvous: Rendezvous | None = None
         self._secret = b""
-        self._members: tuple[tuple[int, str], ...] = ()
+        self._members: tuple[Member, ...] = ()
+        # digests of the shards, and of the next model, that each one has
+        self._shards: dict[Member, frozenset[int]] = {}
+        self._models: dict[Member, int | None] = {}
+        self._number = 0  # of the last request
         self._generation = 0
-        self._num_failures = 0      # consecutive
-        # reason of the last failure
-        self._reason = ""
+        self._num_failures = 0  # consecutive
+        self._reason = ""  # of the last failure
         self._news: list[str] = []
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float], ask: Ask, why_lost: WhyLost) -> Mean | None:
-        """Return the weighted mean in float64, or None if the group broke.
-
-        Raises:
-            ResultsLost: results were lost with their workers.
-        """
+    def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo,
+             ask: Ask, why_lost: WhyLost) -> bool:
+        """Take the outer step; False, and no change, if the group broke. May raise ResultsLost."""
         refs = [result.sent.kept for result in results if isinstance(result.sent, RemoteRef)]
-        mean = None
         # otherwise some results are here already, and all are read here
         is_tried = len(refs) == len(results) and self._num_failures < _MAX_FAILURES
+        self._reason, is_done = "", False
         if is_tried:
             _require_all(results, refs, why_lost)
-            mean = self._mean(refs, weights, ask)
-        if mean is None:
+            is_done = self._step(optimizer, refs, Step(optimizer.rule, info, optimizer.numbers, tuple(weights)), ask)
+        if not is_done:
             _require_all(results, refs, why_lost)
-            if is_tried:
-                self._failed()
-        else:
+        if self._reason:
+            # the workers of all results live
+            self._num_failures += 1
+            self.close()
+            found = self._rendezvous
+            strangers = "" if found is None or not found.num_refused else (
+                f"; {counted(found.num_refused, 'connection')} to {found.host}:{found.port} failed "
+                "authentication: a process outside the run connects there")
+            is_last = self._num_failures >= _MAX_FAILURES
+            until = "; collectives are disabled for the rest of this process" if is_last else ""
+            failed, instead = (("exchange the next model", "sends it") if is_done else
+                               ("average among themselves", "averages, with the same result"))
+            self._news.append(f"the workers could not {failed} ({self._reason}{strangers}), so the coordinator {instead}{until}; "
+                              "check that only machines of the cluster reach its network, or set cluster.exchange=auto.")
+        elif is_done:
             self._num_failures = 0
-        return mean
+        return is_done
+
+    def start_of(self, member: Member, model: VectorRef, name: int) -> VectorRef:
+        """Return a reference to a model that names its digest, if the worker gathered it."""
+        return GatheredRef(name, model) if self._models.get(member) == name else model
 
     def news(self) -> list[str]:
         """Return messages about groups that failed since the last call."""
@@ -136,48 +152,27 @@ class Exchange:
         if self._rendezvous is not None:
             self._rendezvous.close()
 
-    def _failed(self) -> None:
-        """Record a failure without dead workers: the coordinator averages."""
-        self._num_failures += 1
-        found = self._rendezvous
-        strangers = "" if found is None or not found.num_refused else (
-            f"; {counted(found.num_refused, 'connection')} to {found.host}:{found.port} failed "
-            "authentication: a process outside the run connects there")
-        until = (
-            "; collectives are disabled for the rest of this process"
-        ) if self._num_failures >= _MAX_FAILURES else ""
-        self._news.append(
-            f"the workers could not average among themselves ({self._reason}{strangers}), so the "
-            f"coordinator averages, with the same result{until}; check that only machines of the "
-            "cluster reach its network, or set cluster.exchange=auto.")
-
-    def _mean(self, refs: Sequence[RemoteResultRef], weights: Sequence[float], ask: Ask) -> Mean | None:
-        workers = sorted({ref.worker for ref in refs})
-        answers = ask(self._orders(refs, shares_of(len(refs), weights), workers), self.timeout_s, self.close)
-        shards = [answer for answer in map(answers.get, workers)
-                  if isinstance(answer, MeanShard) and answer.generation == self._generation]
-        if len(shards) < len(workers):
+    def _step(self, optimizer: OuterOptimizer, refs: Sequence[RemoteResultRef], step: Step, ask: Ask) -> bool:
+        orders = self._orders(refs, step, optimizer)
+        answers = ask(orders, self.timeout_s, self.close)
+        shards = {worker: answer for worker in orders if isinstance(answer := answers.get(worker), StepShard)
+                  and answer.generation == self._generation}
+        if len(shards) < len(orders):
             failures = (answer.reason for answer in answers.values() if isinstance(answer, GroupFailure))
             self._reason = next(failures, "no answer in time")
             self.close()
-            return None
+            return False
+        self._reason = next((shard.reason for shard in shards.values() if shard.reason), "")
         if self.backend == "gloo":
             # all members are connected; only an NCCL group needs its rendezvous longer
             self._close_rendezvous()
-        statistics = {identity: vector for shard in shards for identity, vector in shard.statistics.items()}
-        layers = shards[0].layers
-        mean = np.empty(sum(len(shard.mean) for shard in shards))
-        answers.clear()
-        filled = len(mean)
-        # each shard is freed after it is copied, so the mean needs its memory only once
-        while shards:
-            shard = shards.pop()
-            mean[filled - len(shard.mean):filled] = shard.mean
-            filled -= len(shard.mean)
-        _pool(mean, [statistics[ref.identity] for ref in refs], weights, layers)
-        return mean
+        optimizer.adopt([shard.arrays for shard in shards.values()], step.info)
+        self._shards = {member: shards[member[0]].digests for member in self._members}
+        self._models = {member: shards[member[0]].model for member in self._members}
+        return True
 
-    def _orders(self, refs: Sequence[RemoteResultRef], shares: Sequence[float], workers: Sequence[int]) -> dict[int, MeanRequest]:
+    def _orders(self, refs: Sequence[RemoteResultRef], step: Step, optimizer: OuterOptimizer) -> dict[int, StepRequest]:
+        """Return a request per worker, in the order of ranks."""
         members = tuple(sorted({(ref.worker, ref.process) for ref in refs}))
         is_revoked = self.backend == "nccl" and self._rendezvous is not None and self._rendezvous.is_closed
         if self._rendezvous is None or members != self._members or is_revoked:
@@ -186,17 +181,27 @@ class Exchange:
             self._rendezvous = Rendezvous(self.host, self._secret, revokes=self.backend == "nccl")
             self._members = members
             self._generation += 1
-        placed: list[tuple[int, Identity]] = [(workers.index(ref.worker), ref.identity) for ref in refs]
+        self._number += 1
+        workers = [worker for worker, _ in members]
+        placed = tuple((workers.index(ref.worker), ref.identity) for ref in refs)
+        edges = shard_edges(len(optimizer.eval_model()), len(workers))
+        states = [self._state(optimizer, slice(*own), member) for own, member in zip(pairwise(edges), members, strict=True)]
         # half of the time is for the group: a worker that waits for a silent member answers well
         # before it would be killed
-        return {worker: MeanRequest(self.host, self._rendezvous.port, self._generation, rank, len(workers), self.backend,
-                              self.timeout_s / 2, tuple(placed), tuple(shares), self.codec, self._secret)
-                for rank, worker in enumerate(workers)}
+        return {member[0]: StepRequest(self.host, self._rendezvous.port, self._generation, rank, len(workers), self.backend,
+                                       self.timeout_s / 2, placed, self._number, step, states[rank], self.codec, self._secret)
+                for rank, member in enumerate(members)}
 
-
-def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> Exchange:
-    """Build the configured exchange for workers that reach this machine as `host`."""
-    return Exchange(host, config.exchange_timeout_s, backend=backend, codec=config.codec)
+    def _state(self, optimizer: OuterOptimizer, own: slice, member: Member) -> dict[str, tuple[int, Vector | None]]:
+        """Return the digests of a shard before the step, and what its owner does not have of it."""
+        state: dict[str, tuple[int, Vector | None]] = {}
+        for name in ("model", *optimizer.rule.buffers):
+            shard = optimizer.arrays[name][own]
+            found = digest(shard)
+            # jobs start from the model, so their workers have it
+            is_there = found in self._shards.get(member, ()) or (name == "model" and optimizer.broadcasts_model)
+            state[name] = found, None if is_there else shard.copy()
+        return state
 
 
 def _require_all(results: Sequence[JobResult], refs: Sequence[RemoteResultRef], why_lost: WhyLost) -> None:
@@ -206,17 +211,3 @@ def _require_all(results: Sequence[JobResult], refs: Sequence[RemoteResultRef], 
                 for ref in refs if (lost := why_lost(ref))]
     if failures:
         raise ResultsLost(failures)
-
-
-def _pool(mean: Mean, statistics: Sequence[Vector], weights: Sequence[float], layers: Parts) -> None:
-    """Set variances in `mean` to those of all data together, from the statistics of each result."""
-    places, filled = [], 0
-    for center, variance in layers:
-        middle = filled + center.stop - center.start
-        end = middle + variance.stop - variance.start
-        places.append((slice(filled, middle), slice(middle, end)))
-        filled = end
-    pooled = np.empty(filled)
-    pool_variances(pooled, statistics, weights, places)
-    for (_, variance), (_, place) in zip(layers, places, strict=True):
-        mean[variance] = pooled[place]

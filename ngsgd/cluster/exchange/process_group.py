@@ -1,11 +1,10 @@
 """All-to-all exchange of bytes among workers: gloo between CPUs, NCCL between GPUs.
 
-Groups are separate objects, not the default group of torch.distributed. A worker can therefore
-leave one and join the next without affecting the use of torch.distributed by a custom model.
+Groups are not the default group of torch.distributed, which a custom model may use.
 
 Neither gloo nor NCCL authenticates connections. So the members publish their addresses in a store
 that is protected by the secret of the group, prove the secret to each other over the new
-connections, and authenticate everything they send (`shard_serialization`).
+connections, and authenticate everything they send (`ngsgd.cluster.exchange.collective.pack`).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from ngsgd.cluster.exchange.rendezvous import MemberStore
 
 Bytes = npt.NDArray[np.uint8]
 Backend = Literal["gloo", "nccl"]
-# the type stubs lack the names used here
-c10d: Any = torch.distributed
+c10d: Any = torch.distributed  # the type stubs lack the names used here
 _POLL_S = 0.0001
 # read when a ProcessGroupNCCL is created. By default a thread of torch ends the complete process,
 # and loses its results, when a peer is gone; with blocking waits there is no such thread
@@ -43,16 +41,9 @@ class Group(Protocol):
     """Connected workers; every method raises RuntimeError if a member is gone or too slow."""
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
-        """Exchange bytes between all members.
+        """Send bytes to all members, in the order of ranks, and return those received from them.
 
-        Args:
-            outgoing: data for all members, in the order of ranks; not changed.
-            out_sizes: bytes of `outgoing` for each member.
-            in_sizes: bytes that each member sends to this one.
-            deadline: seconds of time.monotonic().
-
-        Returns:
-            The received data, in the order of ranks.
+        The sizes are of the part for or from each member; `deadline` is one of time.monotonic().
         """
 
     def all_reduce(self, tensor: Tensor, deadline: float) -> None:
@@ -70,14 +61,18 @@ def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: i
         RuntimeError: a member is missing after `timeout_s`, or does not hold the secret.
     """
     deadline = time.monotonic() + timeout_s
-    store = MemberStore(host, port, secret, timeout_s)
+    store = MemberStore(host, port, secret, timeout_s, world_size)
     group: Group
     try:
         if backend == "nccl":
             group = NcclGroup(store, rank, world_size, timeout_s, device)
         else:
-            timeout = timedelta(seconds=timeout_s)
-            group = GlooGroup(store, rank, world_size, timeout, _address_towards(host, port))
+            # the address of this machine on the route to the coordinator
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(*found[:3]) as probe:
+                probe.connect(found[4])  # sends nothing: datagrams have no connection
+                address: str = probe.getsockname()[0]
+            group = GlooGroup(store, rank, world_size, timedelta(seconds=timeout_s), address)
     except BaseException:
         store.close()
         raise
@@ -94,37 +89,29 @@ def prove_members(group: Group, secret: bytes, generation: int, rank: int, world
     def proof(prover: int, verifier: int, nonce: bytes) -> bytes:
         return derive(secret, "member", generation, prover, verifier, nonce)[:TAG_BYTES]
 
-    sizes = [TAG_BYTES] * world_size
+    def exchanged(parts: Sequence[bytes]) -> list[bytes]:
+        sizes = [TAG_BYTES] * world_size
+        outgoing = np.frombuffer(bytearray(b"".join(parts)), np.uint8)
+        received = group.all_to_all(outgoing, sizes, sizes, deadline).tobytes()
+        return [received[first:first + TAG_BYTES] for first in range(0, len(received), TAG_BYTES)]
+
     nonces = [secrets.token_bytes(TAG_BYTES) for _ in range(world_size)]
-    theirs = _cut(group.all_to_all(_joined(nonces), sizes, sizes, deadline))
-    proofs = [proof(rank, other, nonce) for other, nonce in enumerate(theirs)]
-    for other, found in enumerate(_cut(group.all_to_all(_joined(proofs), sizes, sizes, deadline))):
+    proofs = [proof(rank, other, nonce) for other, nonce in enumerate(exchanged(nonces))]
+    for other, found in enumerate(exchanged(proofs)):
         if not secrets.compare_digest(found, proof(other, rank, nonces[other])):
-            raise RefusedError(f"the peer that is connected as member {other} does not hold the "
-                               "secret of the group")
-
-
-def _joined(parts: Sequence[bytes]) -> Bytes:
-    return np.frombuffer(bytearray(b"".join(parts)), np.uint8)
-
-
-def _cut(content: Bytes) -> list[bytes]:
-    whole = content.tobytes()
-    return [whole[first:first + TAG_BYTES] for first in range(0, len(whole), TAG_BYTES)]
+            raise RefusedError(f"the peer that is connected as member {other} does not hold the secret of the group")
 
 
 class GlooGroup:
     def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timeout
-        # gloo would use the address of the host name of this machine, which others often cannot
-        # reach
+        # gloo would use that of the host name, which others often cannot reach
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
         self._group: Any = c10d.ProcessGroupGloo(store, rank, world_size, options)
         # all connections exist: gloo needs no more addresses
         store.close()
-        # torch keeps only the C++ part, which calls methods of the Python part
-        self._store = store
+        self._store = store  # torch keeps only the C++ part, which calls methods of the Python part
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
         incoming = torch.empty(sum(in_sizes), dtype=torch.uint8)
@@ -148,20 +135,18 @@ class GlooGroup:
 class NcclGroup:
     """GPUs connected by NCCL; it has run on one GPU, with one rank; tests replace it by gloo.
 
-    Every wait has a deadline, and ends immediately when the rendezvous is closed. The coordinator
-    closes it when a worker dies, and it closes when a member disconnects. `close` then aborts the
-    communicator, which also ends kernels that wait for a missing peer. NCCL authenticates no
-    connection; see the top of this file.
+    Every wait has a deadline, and ends immediately when the rendezvous is closed: by the
+    coordinator when a worker dies, or because a member disconnects. `close` then aborts the
+    communicator, which also ends kernels that wait for a missing peer.
     """
 
     def __init__(self, store: MemberStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
         if not hasattr(c10d, "ProcessGroupNCCL"):
             raise RuntimeError(f"torch {torch.__version__} is built without NCCL")
-        is_gpu = device.type == "cuda"
-        if is_gpu:
+        self._device, self._is_gpu = device, device.type == "cuda"
+        if self._is_gpu:
             torch.cuda.set_device(device)
-        self._device, self._is_gpu = device, is_gpu
-        self._stream = torch.cuda.Stream(device) if is_gpu else None
+        self._stream = torch.cuda.Stream(device) if self._is_gpu else None
         self._store = store
         with nccl_options(timeout_s) as options:
             self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
@@ -196,11 +181,7 @@ class NcclGroup:
         self._store.close()
 
     def _wait(self, work: Any, deadline: float) -> None:
-        """Wait for an operation.
-
-        Raises:
-            RuntimeError: it failed, is late, or the group was revoked.
-        """
+        """Wait for an operation; raise RuntimeError if it fails, is late or is revoked."""
         # the host must not block on the stream: nothing would wake it if a peer were gone
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -216,11 +197,7 @@ class NcclGroup:
 def nccl_options(timeout_s: float) -> Iterator[Any]:
     """Options for a ProcessGroupNCCL created in this context, whose failures are exceptions.
 
-    Args:
-        timeout_s: maximum time for one operation, and for establishing the connections, in seconds.
-
-    Yields:
-        torch.distributed.ProcessGroupNCCL.Options.
+    `timeout_s` is the maximum time for one operation, and for establishing the connections.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -238,13 +215,3 @@ def nccl_options(timeout_s: float) -> Iterator[Any]:
             del os.environ[_BLOCKING_WAIT]
         else:
             os.environ[_BLOCKING_WAIT] = before
-
-
-def _address_towards(host: str, port: int) -> str:
-    """The address of this machine on the route to another one."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # sends nothing: datagrams have no connection
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-    return address

@@ -1,7 +1,6 @@
 """Selection of the transfer method of results by the devices of the workers.
 
-NCCL rejects two processes on one GPU, and also two MIG instances of one GPU, between which CUDA IPC
-is impossible too. Such workers, and workers on CPUs, exchange through host memory.
+NCCL rejects two processes, or two MIG instances, on one GPU; CUDA IPC is impossible between these.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from ngsgd.errors import ClusterError
 from ngsgd.training.job import JobResult, LocalRef
 from ngsgd.training.parameter_deltas import decompress
-from ngsgd.training.parameter_vector import Vector
 
 Way = Literal["shared_memory", "object_store", "collective", "nccl"]
 
@@ -27,12 +25,9 @@ class WorkerDevice:
     """The device of a worker, as seen in its process."""
 
     host: str
-    # shares memory with the coordinator
-    is_near: bool
-    # PCI address, shared by all MIG instances of a GPU; empty: the worker has no GPU
-    gpu: str = ""
-    # of the GPU, or of the MIG instance
-    uuid: str = ""
+    is_near: bool  # shares memory with the coordinator
+    gpu: str = ""  # PCI address, shared by all MIG instances of a GPU; empty: the worker has no GPU
+    uuid: str = ""  # of the GPU, or of the MIG instance
     is_mig: bool = False
 
     @classmethod
@@ -52,12 +47,9 @@ class WorkerDevice:
 
 
 def choose_way(wanted: str, devices: Sequence[WorkerDevice], *, jobs_keep_state: bool) -> tuple[Way, str]:
-    """Choose the transfer method of results.
+    """Choose the transfer method of results for the devices of all workers.
 
-    Args:
-        wanted: `cluster.exchange`.
-        devices: one per worker, in their order.
-        jobs_keep_state: jobs continue from their own results, which the workers then must not keep.
+    If jobs keep state, they continue from their own results, which the workers must not keep.
 
     Returns:
         (method, reason for it).
@@ -97,18 +89,11 @@ def _why_not_nccl(devices: Sequence[WorkerDevice]) -> str:
     return ""
 
 
-class _NotSentRef:
-    """Substitute for a vector that the receiver decodes."""
-
-    is_here = True
-
-    def read(self) -> Vector:
-        raise AssertionError("`unpacked` must convert this to a vector")
-
-
 def packed(result: JobResult) -> JobResult:
     """Return the result of a worker without its vector if it contains a code of it."""
-    return result if result.encoded is None else replace(result, sent=_NotSentRef())
+    if result.encoded is None:
+        return result
+    return replace(result, sent=LocalRef(np.empty(0, np.float32)))
 
 
 def unpacked(result: JobResult) -> JobResult:

@@ -26,8 +26,7 @@ from ngsgd.ops.averaging import DTYPES_WITH_MEAN
 from ngsgd.ops.tensors import refuse_sharded
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-# bytes broadcast at a time
-_BUCKET = 2**25
+_BUCKET = 2**25  # bytes broadcast at a time
 # columns of the words of a tensor in its mark, and an odd factor that spreads their positions
 _COLUMNS, _ODD = 4096, 0x9E3779B97F4A7C15 - 2**64
 
@@ -39,8 +38,7 @@ class Exchanged:
     name: str
     tensor: Tensor
     kind: Literal["trained", "followed", "fixed"]
-    # must be equal on all ranks, as name, dtype and shape
-    role: str
+    role: str  # must be equal on all ranks, as name, dtype and shape
 
     @property
     def layout(self) -> str:
@@ -71,7 +69,7 @@ def planned(model: nn.Module, trained: Collection[int] = (), known: Collection[i
         known: id() of the parameters that are equal on all ranks at the start; None at the start.
 
     Raises:
-        ConfigError: a tensor cannot be exchanged; it lists all of them.
+        ConfigError: tensors cannot be exchanged.
     """
     refuse_sharded(model, "LocalSGD", "use DistributedDataParallel inside of a replica")
     found, problems = list[Exchanged](), list[str]()
@@ -141,11 +139,9 @@ def write(tensor: Tensor, values: Tensor) -> None:
 
 
 def fill(vector: Tensor, tensors: Sequence[Exchanged], num_samples: int) -> bool:
-    """Write samples times the values of the tensors; return whether they are finite.
-
-    With 0 samples the vector is 0, also for values that are not finite.
-    """
+    """Write samples times the values of the tensors; return whether they are finite."""
     if not num_samples:
+        # also for values that are not finite
         vector.zero_()
         return True
     totals = []
@@ -164,9 +160,6 @@ def first_not_finite(tensors: Iterable[Exchanged]) -> str:
     return next((one.name for one in tensors if not bool(values_of(one.tensor, one.precision).isfinite().all())), "")
 
 
-# Bytes --------------------------------------------------------------------------------------------
-
-
 def buckets(tensors: Sequence[Exchanged]) -> Iterator[list[Exchanged]]:
     """Yield groups of tensors on one device, of about `_BUCKET` bytes."""
     bucket, size = list[Exchanged](), 0
@@ -181,11 +174,7 @@ def buckets(tensors: Sequence[Exchanged]) -> Iterator[list[Exchanged]]:
 
 
 def content_of(one: Exchanged) -> Tensor:
-    """Return the bytes of a tensor.
-
-    Raises:
-        ConfigError: torch cannot copy its dtype.
-    """
+    """Return the bytes of a tensor; raise ConfigError if torch cannot copy its dtype."""
     try:
         return compact(one.tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     except RuntimeError as error:
@@ -202,9 +191,6 @@ def overwrite(one: Exchanged, content: Tensor) -> None:
     else:
         # a copy begins at an address that fits its dtype
         tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))
-
-
-# Marks --------------------------------------------------------------------------------------------
 
 
 def marks_of(tensors: Sequence[Exchanged]) -> dict[str, int]:
@@ -227,11 +213,9 @@ def _mark(content: Tensor, element_size: int) -> Tensor:
 
 
 def num_not_finite(one: Exchanged) -> int:
-    """Return the number of NaN, and in statistics of normalization layers also of infinities.
-
-    Infinities of other buffers are legitimate, as in masks.
-    """
+    """Return the number of NaN, and in statistics of normalization layers also of infinities."""
     values = values_of(one.tensor, one.precision)
+    # infinities of other buffers are legitimate, as in masks
     is_statistic = one.name.rpartition(".")[2] in ("running_mean", "running_var")
     return int((values.isfinite().logical_not() if is_statistic else values.isnan()).sum())
 
@@ -242,9 +226,6 @@ def means_of_variances(tensors: Sequence[Exchanged]) -> dict[str, Exchanged]:
     pairs = {name: by_name.get(f"{name.removesuffix('running_var')}running_mean") for name in by_name
              if name.rpartition(".")[2] == "running_var"}
     return {name: mean for name, mean in pairs.items() if mean is not None and mean.tensor.shape == by_name[name].tensor.shape}
-
-
-# Agreement ----------------------------------------------------------------------------------------
 
 
 def digest_of(text: str) -> int:

@@ -28,10 +28,8 @@ class Part:
         # B; often identical to W
         self.start = torch.cat([values_of(one.tensor, one.precision) for one in tensors])
         self.arrays = {"model": self.start, **{name: torch.full_like(self.start, value) for name, value in buffers.items()}}
-        # elements that were not trained at the last average
-        self.unfrozen: list[slice] = []
-        # a tensor can change its shape, dtype and device later
-        self.layout = layout_of(tensors)
+        self.unfrozen: list[slice] = []  # elements that were not trained at the last average
+        self.layout = layout_of(tensors)  # a tensor can change its shape, dtype and device later
 
     @property
     def dtype(self) -> str:
@@ -71,10 +69,7 @@ class Part:
         self.set_start(start)
 
     def step(self, rule: Any, now: Mapping[str, float], weight: float) -> None:
-        """Take the outer step in chunks that stay in the cache.
-
-        The arithmetic of the rules also works with tensors.
-        """
+        """Take the outer step in chunks that stay in the cache."""
         for place in self.unfrozen:
             # the first average of a layer is its mean: the rule has no B to compare it with
             self.start[place] = self.arrays["model"][place] = self.sums[place] / weight
@@ -100,12 +95,9 @@ def layout_of(tensors: Sequence[Exchanged]) -> list[tuple[int, torch.Size, torch
 
 
 def parts_of(tensors: Sequence[Exchanged], buffers: Mapping[str, float], current: list[Part] | None) -> list[Part]:
-    """Return the parts for the trained tensors of a plan.
+    """Return the parts for the trained tensors of a plan, with the arrays of the rule.
 
-    Args:
-        tensors: the plan.
-        buffers: names and start values of the arrays of the rule.
-        current: parts of the last average, whose state parameters keep; None at the start.
+    Parameters keep their state in the parts of the last average, `current`.
 
     Raises:
         ConfigError: a parameter has another shape than in its current part.

@@ -38,10 +38,7 @@ class LostRankError(Exception):
 
 
 class RankGroup:
-    """A separate group of the ranks of `process_group`, which can be left when a rank dies.
-
-    Its names in the rendezvous store hold the ranks, so that groups of other ranks never read them.
-    """
+    """A separate group of the ranks of `process_group`, which can be left when a rank dies."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD))
@@ -49,6 +46,7 @@ class RankGroup:
         # NCCL has no collectives of the CPU
         self._device = device if self._backend == "nccl" else torch.device("cpu")
         self._timeout_s = timeout_s
+        # groups of other ranks have other names in the rendezvous store
         name = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:16]
         counts = _COUNTS.setdefault(dist.group.WORLD, Counter())
         self._prefix = f"ngsgd/local_sgd/{name}/{counts[name]}"
@@ -108,12 +106,8 @@ class RankGroup:
                     overwrite(one, content)
 
     def _guarded(self, collective: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-        """Run a collective, and wait for it.
-
-        Without `async_op` torch would only queue a collective of NCCL, and a dead rank would never
-        be detected.
-        """
         try:
+            # otherwise torch only queues a collective of NCCL, and a dead rank is never detected
             found = collective(*arguments, **settings)
             if isinstance(found, dist.Work):
                 found.wait()
@@ -127,11 +121,8 @@ class RankGroup:
     # Members --------------------------------------------------------------------------------------
 
     def _new_group(self) -> dist.ProcessGroup:
-        """Create a group under a name that contains its ranks.
-
-        The names of `dist.new_group` count the groups of a process, which differ between processes
-        that are in several groups.
-        """
+        """Create a group under a name that contains its ranks."""
+        # the names of `dist.new_group` count groups, which differ between processes
         default: Any = dist.group.WORLD
         with nccl_options(self._timeout_s) if self._backend == "nccl" else contextlib.nullcontext() as options:
             group: dist.ProcessGroup
@@ -153,8 +144,7 @@ class RankGroup:
         """Form a group of the ranks that announce themselves in the store.
 
         Raises:
-            ClusterError: the store is gone, this rank is too late, or the collective fails again
-                and again although no rank is lost.
+            ClusterError: the store is gone, this rank is too late, or the collective is at fault.
         """
         while True:
             self.leave()
@@ -181,24 +171,21 @@ class RankGroup:
         self.num_regroups += 1
         prefix = f"{self._prefix}/{self.num_regroups}"
         try:
-            store = c10d._get_default_store()
+            store: Any = c10d._get_default_store()
             store.set(f"{prefix}/{self.rank}", "1")
             present = self._announced(store, prefix)
             # the first rank to decide decides for all
             members: list[int] = json.loads(store.compare_set(f"{prefix}/members", "", json.dumps(present)))
         except (RuntimeError, ValueError) as lost:
-            raise ClusterError("the process of the rendezvous store ended "
-                               f"({str(lost).splitlines()[0]}), so the live ranks cannot find each "
-                               "other; restart from the last state_dict().") from error
+            raise ClusterError(f"the process of the rendezvous store ended ({str(lost).splitlines()[0]}), so the live ranks "
+                               "cannot find each other; restart from the last state_dict().") from error
         if self.rank not in members:
             raise ClusterError(f"rank {self.rank} answered too late and was excluded; restart it from "
                                "the state_dict() of another rank.")
         return members
 
     def _announced(self, store: Any, prefix: str) -> list[int]:
-        """Return the announced ranks, after waiting for live ranks that are still in their
-        round.
-        """
+        """Return the announced ranks; wait for live ranks that are still in their round."""
         deadline = time.monotonic() + self._timeout_s
         beats = {one: (b"", time.monotonic()) for one in self.ranks}
         while True:
@@ -214,7 +201,6 @@ class RankGroup:
             time.sleep(_POLL_S)
 
     def _beat(self) -> None:
-        """Publish heartbeats in a thread."""
         count = 0
         with contextlib.suppress(Exception):
             # a separate connection, because another thread may block on the first one

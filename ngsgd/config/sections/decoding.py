@@ -13,27 +13,15 @@ from ngsgd.config.sections.objective import OF_SEQUENCES
 class AlignConfig:
     """Alignment from transcripts (`ngsgd align`): flat start, then training and realignment."""
 
-    num_gaussian_passes: int = option(
-        20, "number of realignments with one Gaussian per state after the flat start",
-        low=1, high=100)
-    num_passes: int = option(
-        2, "number of realignments with a small network, which is trained before each; 0: none",
-        low=0, high=100)
+    num_passes: int = option(2, "number of realignments with a small network, which is trained "
+                             "before each; 0: none", low=0, high=100)
     num_full_passes: int = option(
         0, "number of realignments with the network of the run, which is trained for two thirds of "
            "schedule.num_epochs before each; 0: none", low=0, high=10)
-    num_epochs: float = option(
-        2.0, "duration of each training of the small network",
-        unit="epochs", above=0.0, high=100.0, used="num_passes")
-    num_layers: int = option(
-        2, "number of hidden layers of the network",
-        low=1, high=64, used="num_passes")
-    hidden_dim: int = option(
-        128, "dimension of the hidden layers of the network",
-        low=2, used="num_passes")
-    samples_per_iter: int = option(
-        16000, "training data of a job between two averaging steps",
-        unit="frames", low=1, used="num_passes")
+    num_layers: int = option(2, "number of hidden layers of the network", low=1, high=64, used="num_passes")
+    hidden_dim: int = option(128, "dimension of the hidden layers of the network", low=2, used="num_passes")
+    samples_per_iter: int = option(16000, "training data of a job between two averaging steps",
+                                   unit="frames", low=1, used="num_passes")
 
 
 @dataclass(frozen=True)
@@ -41,14 +29,9 @@ class CombinationConfig(Section):
     """The combination of the last models into the final model, on held-out frames (C.4)."""
 
     kind: Literal["none", "mean", "generalized"] = option(
-        "mean",
-        "final model; none: the last model; mean: mean of the last models; generalized: weights "
-        "by layer",
+        "mean", "final model; none: the last model; mean: mean of the last models; generalized: weights by layer",
         # held-out cross-entropy would choose the model that was trained least
         default_of_kind={f"objective={kind}": "none" for kind in OF_SEQUENCES})
-    max_models: int = option(
-        20, "maximum number of combined models (Kaldi: 20)",
-        low=1, high=1000, used="kind=mean|generalized")
 
 
 @dataclass(frozen=True)
@@ -56,30 +39,18 @@ class DecodeConfig(Section):
     """Hybrid decoding: log posterior minus log prior, in a graph of words."""
 
     acoustic_scales: tuple[float, ...] = option(
-        (0.05, 0.07, 0.1, 0.15, 0.2, 0.3),
-        "acoustic scales to try on the validation set; the best one decodes the test set",
+        (0.05, 0.07, 0.1, 0.15, 0.2, 0.3), "acoustic scales to try on the validation set; the best one decodes the test set",
         # the outputs are scores relative to a graph already, so the natural scale is 1
         default_of_kind={"objective=lfmmi": (0.3, 0.5, 0.7, 1.0, 1.4)})
     word_penalties: tuple[float, ...] = option(
-        (0.0, 2.0, 4.0, 6.0, 8.0), "costs per word to try on the validation set",
-        unit="nats")
+        (0.0, 2.0, 4.0, 6.0, 8.0), "costs per word to try on the validation set", unit="nats")
     beam: float = option(16.0, "beam of the decoder", unit="nats", above=0.0)
     max_active: int = option(7000, "maximum number of active states of the decoder", low=2)
     graph: Literal["auto", "made", "given"] = option(
-        "auto",
-        "decoding graph; auto: that of the corpus, else generated; made: generated; given: that "
-        "of the corpus")
+        "auto", "decoding graph; auto: that of the corpus, else generated; made: generated; given: that of the corpus")
     silence_prob: float = option(
-        0.0,
-        "probability of silence between words in generated graphs (Kaldi: 0.5); 0: silence "
-        "without cost",
-        low=0.0, high=0.99, used="graph=auto|made")
-    oracle: bool = option(
-        False,
-        "additional report of the scale and penalty that are best on the test set, as in Kaldi's "
-        "RESULTS files")
-    lattices: bool = option(
-        False, "output of the lattices of the test set, in OpenFst's text format")
-    lattice_beam: float = option(
-        8.0, "beam of the lattices",
-        unit="nats", above=0.0, used="lattices")
+        0.0, "probability of silence between words in generated graphs (Kaldi: 0.5); 0: silence "
+        "without cost", low=0.0, high=0.99, used="graph=auto|made")
+    oracle: bool = option(False, "additional report of the scale and penalty that are best on the "
+                          "test set, as in Kaldi's RESULTS files")
+    lattices: bool = option(False, "output of the lattices of the test set, in OpenFst's text format")

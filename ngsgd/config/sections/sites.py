@@ -17,25 +17,19 @@ class SitesConfig:
     jobs: Mapping[str, Any] | None = option(
         None, "number of parallel jobs of each site, such as {east: 4, west: 4}; empty: one site")
     name: str = option("", "this site, a name in sites.jobs", used="jobs")
-    exchange: str = option(
-        "", "URL of object storage (s3://, gs://, az://) or folder that all sites reach", used="jobs")
+    exchange: str = option("", "URL of object storage (s3://, gs://, az://) or folder that all sites reach", used="jobs")
     period: int = option(
         4, "outer iterations between two averages over the sites; a site averages its own jobs in each one",
         unit="outer iterations", low=1, high=100000, used="jobs")
-    delay: int = option(
-        1,
-        "outer iterations between the delta of a site and the use of the average over sites, which hide "
-        "the network; 0: sites wait for each other",
-        unit="outer iterations", low=0, high=1, used="jobs")
+    delay: int = option(1, "outer iterations between the delta of a site and the use of the "
+                        "average over sites, which hide the network; 0: sites wait for each other",
+                        unit="outer iterations", low=0, high=1, used="jobs")
     compression: Literal["none", "int8", "sparse"] = option(
-        "int8",
-        "lossy format of the parameter deltas of sites, as of cluster.compression; the last ones are "
-        "int8 with sparse", used="jobs")
+        "int8", "lossy format of the parameter deltas of sites, as of cluster.compression; the "
+        "last ones are int8 with sparse", used="jobs")
     wait_s: float = option(
-        60.0,
-        "minimum time that a site waits for the others; it waits longer if its last "
-        "outer iterations took longer",
-        unit="s", above=0.0, used="jobs")
+        60.0, "minimum time that a site waits for the others; it waits longer if its last outer "
+        "iterations took longer", unit="s", above=0.0, used="jobs")
 
     @property
     def counts(self) -> dict[str, int]:

@@ -14,49 +14,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.forms.layer_inputs import DenseInputs, Inputs, joined_inputs
+from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
 from ngsgd.curvature.forms.memory import empty
 from ngsgd.ops import gemm
-
-__all__ = ["DenseGrad", "DenseInputs", "EmbeddingGrad", "GradForm", "OuterProduct", "RowSum",
-           "TiedGrad", "joined"]
 
 # Floats of gradients formed at a time: 2 MB fit into the cache.
 _CHUNK = 1 << 19
 
 
-class GradForm(Protocol):
-    """Interface of the forms."""
-
-    num_samples: int
-    num_elements: int
-
-    def individual(self, first: int, last: int) -> Tensor:
-        """Return V x n x elements, of the samples from `first` to before `last`."""
-
-    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
-        """Return the sum over vectors and samples of squared elements."""
-
-    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
-        """Return the sum over vectors of squared elements, N x elements."""
-
-    def squared_norms(self) -> Tensor:
-        """Return V x N squared norms."""
-
-
-class _Chunked:
-    """Squares from gradients that are formed for a few samples at a time."""
+class GradForm:
+    """Base of the forms; by default the gradients of a few samples are formed at a time."""
 
     num_samples: int
     num_elements: int
     num_vectors: int
 
     def individual(self, first: int, last: int) -> Tensor:
+        """Return V x n x elements, of the samples from `first` to before `last`."""
         raise NotImplementedError
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
@@ -70,6 +48,7 @@ class _Chunked:
             yield slice(None), slice(first, last), self.individual(first, last)
 
     def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        """Return the sum over vectors and samples of squared elements."""
         return self._moments(weights_VN, gradient=False)[1]
 
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -87,29 +66,28 @@ class _Chunked:
                 total = torch.zeros_like(squares) if gradient else None
             if total is not None:
                 total.add_(g_VNP[0, 0] if g_VNP.shape[1] == 1 else g_VNP.sum(dim=(0, 1)))
-            _add_squares(squares.expand(g_VNP.shape[1], -1), g_VNP, _of(weights_VN, vectors, samples))
+            weights = None if weights_VN is None else weights_VN[vectors, samples]
+            _add_squares(squares.expand(g_VNP.shape[1], -1), g_VNP, weights)
         assert squares is not None
         return total, squares
 
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        """Return the sum over vectors of squared elements, N x elements."""
         squares_NP: Tensor | None = None
         for vectors, samples, g_VNP in self._pieces():
             if squares_NP is None:
                 squares_NP = empty(g_VNP, self.num_samples, self.num_elements).zero_()
-            _add_squares(squares_NP[samples], g_VNP, _of(weights_VN, vectors, samples))
+            weights = None if weights_VN is None else weights_VN[vectors, samples]
+            _add_squares(squares_NP[samples], g_VNP, weights)
         assert squares_NP is not None
         return squares_NP
 
     def squared_norms(self) -> Tensor:
+        """Return V x N squared norms."""
         return torch.cat([_squared_norms(self.individual(*chunk)) for chunk in self._chunks()], dim=1)
 
 
-def _of(weights_VN: Tensor | None, vectors: slice, samples: slice) -> Tensor | None:
-    return None if weights_VN is None else weights_VN[vectors, samples]
-
-
 def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:
-    """Return the weighted sum over vectors."""
     if weights_VN is not None:
         x_VN = x_VN * weights_VN.view(*x_VN.shape[:2], *[1] * (x_VN.ndim - 2))
     return x_VN[0] if len(x_VN) == 1 else x_VN.sum(dim=0)
@@ -136,7 +114,7 @@ def _add_squares(squares_NP: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -
         squares_NP.add_(added_NP)
 
 
-class OuterProduct(_Chunked):
+class OuterProduct(GradForm):
     """Weight of an affine layer: the sum over positions of e a^T, per group."""
 
     def __init__(self, inputs: Inputs, e_VNTO: Tensor, groups: int = 1) -> None:
@@ -155,11 +133,9 @@ class OuterProduct(_Chunked):
         return _squared_norms(self.e_VNTO[:, :, 0])
 
     def individual(self, first: int, last: int) -> Tensor:
-        """Return V x n x elements, of the samples from `first` to before `last`."""
         a_NTI, e_VNTO = self.inputs.rows(first, last), self.e_VNTO[:, first:last]
         V, N, T, D = e_VNTO.shape
-        G = self.groups
-        if G > 1:
+        if (G := self.groups) > 1:
             a_NTI = a_NTI.unflatten(2, (G, -1)).movedim(2, 1).flatten(0, 1)
             e_VNTO = e_VNTO.unflatten(3, (G, -1)).movedim(3, 2).flatten(1, 2)
         if T == 1:
@@ -190,10 +166,7 @@ class OuterProduct(_Chunked):
         return self.inputs.num_positions == 1 and self.groups == 1
 
     def _squared_rows(self, weights_VN: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (N x O, N x I).
-
-        With one position, squares of an outer product are the outer product of squares.
-        """
+        """Return (N x O, N x I), whose outer products are the squares for one position."""
         return _weighted(self.squared_derivatives, weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
 
     def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
@@ -227,16 +200,13 @@ class OuterProduct(_Chunked):
         return torch.cat(norms)[None]
 
 
-class RowSum(_Chunked):
-    """Bias, or scale with rows of derivative times normalized input: the sum over positions.
-
-    `weight` is the share of the weight of the same layer, whose squared derivatives the bias
-    reuses.
-    """
+class RowSum(GradForm):
+    """Bias, or scale with rows of derivative times normalized input: the sum over positions."""
 
     def __init__(self, e_VNTO: Tensor, weight: OuterProduct | None = None) -> None:
         self.e_VNTO = e_VNTO
         self.num_vectors, self.num_samples, _, self.num_elements = e_VNTO.shape
+        # The share of the weight of the same layer, whose squared derivatives are reused.
         self._weight = weight if weight is not None and e_VNTO.shape[2] == 1 else None
 
     def individual(self, first: int, last: int) -> Tensor:
@@ -254,7 +224,7 @@ class RowSum(_Chunked):
         return super().squared_norms() if self._weight is None else self._weight.derivative_norms
 
 
-class EmbeddingGrad(_Chunked):
+class EmbeddingGrad(GradForm):
     """Embedding: derivative rows added to the selected rows of the table."""
 
     def __init__(self, index_NT: Tensor, e_VNTO: Tensor, num_rows: int) -> None:
@@ -270,16 +240,13 @@ class EmbeddingGrad(_Chunked):
         return table.index_add_(1, (index_NT + offset_N1).flatten(), e_VNTO.reshape(V, N * T, D)).view(V, N, -1)
 
 
-class TiedGrad(_Chunked):
-    """Parameter that several layers use in different ways (a tied embedding).
-
-    The sum of its forms.
-    """
+class TiedGrad(GradForm):
+    """Parameter that several layers use in different ways (a tied embedding): sum of its forms."""
 
     def __init__(self, shares: Sequence[GradForm]) -> None:
         self.shares = shares
         self.num_samples, self.num_elements = shares[0].num_samples, shares[0].num_elements
-        self.num_vectors = shares[0].num_vectors  # type: ignore[attr-defined]
+        self.num_vectors = shares[0].num_vectors
 
     def individual(self, first: int, last: int) -> Tensor:
         total = self.shares[0].individual(first, last)
@@ -288,7 +255,7 @@ class TiedGrad(_Chunked):
         return total
 
 
-class DenseGrad(_Chunked):
+class DenseGrad(GradForm):
     """Gradients that are already formed."""
 
     def __init__(self, g_VNP: Tensor) -> None:
@@ -303,10 +270,7 @@ class DenseGrad(_Chunked):
 
 
 def joined(shares: Sequence[OuterProduct | RowSum | EmbeddingGrad]) -> OuterProduct | RowSum | EmbeddingGrad | TiedGrad:
-    """Join the uses of one parameter in one pass.
-
-    Positions are concatenated, because squares follow the sum.
-    """
+    """Join the uses of one parameter in one pass, position by position: squares follow the sum."""
     first = shares[0]
     if len(shares) == 1:
         return first
@@ -314,8 +278,7 @@ def joined(shares: Sequence[OuterProduct | RowSum | EmbeddingGrad]) -> OuterProd
         return TiedGrad(shares)
     e_VNTO = torch.cat([share.e_VNTO for share in shares], dim=2)
     if isinstance(first, OuterProduct):
-        inputs = joined_inputs([share.inputs for share in shares if isinstance(share,
-                                                                               OuterProduct)])
+        inputs = joined_inputs([share.inputs for share in shares if isinstance(share, OuterProduct)])
         return OuterProduct(inputs, e_VNTO, first.groups)
     if isinstance(first, EmbeddingGrad):
         index_NT = torch.cat([share.index_NT for share in shares if isinstance(share, EmbeddingGrad)], dim=1)

@@ -51,12 +51,7 @@ class Kronecker(NamedTuple):
 
 
 class Gram:
-    """Sum of x x^T over blocks of rows, in few large GEMMs.
-
-    Waiting rows are far smaller than their sum. Those of an output layer, whose minibatch is
-    smaller than its input, wait for the end of the backward pass, which has freed its memory by
-    then.
-    """
+    """Sum of x x^T over blocks of rows, in few large GEMMs; few rows wait for more."""
 
     def __init__(self) -> None:
         self._waiting: list[Tensor] = []
@@ -103,12 +98,8 @@ def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
 
 
 def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1.0) -> None:
-    """Compute total <- keep total + scale x^T x.
-
-    Only blocks on and above the diagonal are multiplied.
-    """
-    D = len(total_DD)
-    if D < 320:
+    """Compute total <- keep total + scale x^T x from the blocks on and above the diagonal."""
+    if (D := len(total_DD)) < 320:
         gemm.add_mm(total_DD, x_XD.T, x_XD, keep=keep, scale=scale)
         return
     half = D // 2
@@ -135,16 +126,12 @@ def add_inputs(total: Gram, inputs: Inputs, sharing: str) -> int:
 
 
 def _overlapping_moment(inputs: Patches) -> Tensor:
-    """Compute the input moment of a convolution of stride 1 without forming its patches.
+    """Return the input moment of a convolution of stride 1, without forming its patches.
 
     Along the first spatial dimension, kernel position k covers the window [k d, k d + T) of
-    positions, with dilation d. The block (k, k + j) of the moment is the sum over that window of
-    z_s z_(s + j d)^T. Products depend only on the lag j and are computed once for each stretch
-    between the ends of windows. For a kernel of size 3 in one dimension this is slightly more than
-    3 T instead of 6 T.
-
-    Letters: S positions, T of them in the output, K kernel positions, W = I / K, C channels, R
-    other kernel positions.
+    positions, with dilation d. Block (k, k + j) is the sum over that window of z_s z_(s + jd)^T,
+    whose products depend only on the lag j. Letters: S positions, T of them in the output, K
+    kernel positions, W = I / K, C channels, R other kernel positions.
     """
     K, d, T = inputs.kernel[0], inputs.dilation[0], inputs.out[0]
     C, W = inputs.num_channels, inputs.width // K
@@ -167,9 +154,7 @@ def _overlapping_moment(inputs: Patches) -> Tensor:
 
 
 def _stretches(starts: list[int], length: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (start, stop, windows that contain it) of the stretches between starts and ends of
-    windows.
-    """
+    """Yield (start, stop, windows that contain it) of the stretches between ends of windows."""
     ends = sorted({end for start in starts for end in (start, start + length)})
     for start, stop in itertools.pairwise(ends):
         inside = [k for k, first in enumerate(starts) if first <= start and stop <= first + length]

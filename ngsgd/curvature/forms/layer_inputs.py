@@ -8,63 +8,26 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-class Inputs(Protocol):
-    """Interface of the input rows of an affine layer."""
+class DenseInputs:
+    """Stored input rows."""
 
-    @property
-    def num_samples(self) -> int:
-        """N"""
-
-    @property
-    def num_positions(self) -> int:
-        """T"""
-
-    @property
-    def width(self) -> int:
-        """I"""
-
-    @property
-    def num_floats(self) -> int:
-        """Number of floats of the source of the rows."""
+    def __init__(self, rows_NTI: Tensor) -> None:
+        self.rows_NTI = rows_NTI
+        self.num_samples, self.num_positions, self.width = rows_NTI.shape
+        # of the source of the rows
+        self.num_floats = rows_NTI.numel()
 
     def rows(self, first: int, last: int) -> Tensor:
         """Return n x T x I, of the samples from `first` to before `last`."""
-
-    def copied(self) -> Inputs:
-        """Return a copy in separate memory."""
-
-
-class DenseInputs(NamedTuple):
-    """Stored input rows."""
-
-    rows_NTI: Tensor
-
-    @property
-    def num_samples(self) -> int:
-        return self.rows_NTI.shape[0]
-
-    @property
-    def num_positions(self) -> int:
-        return self.rows_NTI.shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.rows_NTI.shape[2]
-
-    @property
-    def num_floats(self) -> int:
-        return self.rows_NTI.numel()
-
-    def rows(self, first: int, last: int) -> Tensor:
         return self.rows_NTI[first:last]
 
     def copied(self) -> DenseInputs:
+        """Return a copy in separate memory."""
         return DenseInputs(self.rows_NTI.clone())
 
 
@@ -82,34 +45,20 @@ class Patches:
         self.num_samples = num_samples
         self._per_sample = len(x_NC) // num_samples
         self.num_positions = math.prod(self.out) * self._per_sample
-        self.width = x_NC.shape[1] * math.prod(kernel)
-
-    @property
-    def num_floats(self) -> int:
-        return self.x_NC.numel()
+        self.num_channels = x_NC.shape[1]
+        self.width = self.num_channels * math.prod(kernel)
+        self.num_floats = x_NC.numel()
+        # Whether adjacent patches share all but one position of the first spatial dimension.
+        self.overlap = self.stride[0] == 1 and self.kernel[0] > 1
+        # floats per sample in `slices`
+        length = self.out[0] + (self.kernel[0] - 1) * self.dilation[0]
+        num_rows = length * math.prod(self.out[1:])
+        self.num_sliced = self._per_sample * num_rows * self.width // self.kernel[0]
 
     def copied(self) -> Patches:
         other = copy.copy(self)
         other.x_NC = self.x_NC.clone()
         return other
-
-    @property
-    def num_channels(self) -> int:
-        """C"""
-        return self.x_NC.shape[1]
-
-    @property
-    def overlap(self) -> bool:
-        """Whether adjacent patches overlap along the first spatial dimension, shifted by one kernel
-        position.
-        """
-        return self.stride[0] == 1 and self.kernel[0] > 1
-
-    @property
-    def num_sliced(self) -> int:
-        """Number of floats per sample in `slices`."""
-        length = self.out[0] + (self.kernel[0] - 1) * self.dilation[0]
-        return self._per_sample * length * math.prod(self.out[1:]) * self.width // self.kernel[0]
 
     def rows(self, first: int, last: int) -> Tensor:
         view = self._view(first, last, len(self.kernel))
@@ -132,9 +81,7 @@ class Patches:
         return ordered.reshape(self.width // self.kernel[0], view.shape[2], -1).contiguous()
 
     def _view(self, first: int, last: int, num_unfolded: int) -> Tensor:
-        """Return n x C x other spatial dimensions x kernel positions x output positions of the last
-        `num_unfolded`.
-        """
+        """Return n x C x other spatial dimensions x kernel and output positions of the last."""
         x = self.x_NC[first * self._per_sample:last * self._per_sample]
         if any(self._padding):
             x = torch.nn.functional.pad(x, self._padding, mode=self._mode)
@@ -144,6 +91,10 @@ class Patches:
         return x.as_strided((*x.shape[:num_whole], *(self.kernel[i] for i in dims), *(self.out[i] for i in dims)),
                             (*x.stride()[:num_whole], *(spatial[i] * self.dilation[i] for i in dims),
                              *(spatial[i] * self.stride[i] for i in dims)), x.storage_offset())
+
+
+# input rows of an affine layer
+Inputs = DenseInputs | Patches
 
 
 def joined_inputs(uses: Sequence[Inputs]) -> Inputs:

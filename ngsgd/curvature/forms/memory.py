@@ -1,9 +1,4 @@
-"""Large results on huge pages.
-
-The kernel maps new memory page by page at the first write. For 100 MB these are 25000 page faults
-of 4 KiB, which take several times as long as filling the memory. With 2 MiB pages, which Linux
-provides on request (`transparent_hugepage` madvise or always), the cost is negligible.
-"""
+"""Large results on huge pages: 25000 page faults of 4 KiB per 100 MB take longer than a product."""
 
 from __future__ import annotations
 
@@ -24,39 +19,22 @@ _HUGE_PAGE = 1 << 21
 
 
 @functools.cache
-def _madvise() -> Callable[..., int] | None:
-    """Return the system call; None without huge pages."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    call: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None)
-    return call
-
-
-@functools.cache
-def _malloc_trim() -> Callable[..., int] | None:
-    """Return the function of glibc; None with other C libraries."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library; None if it has no such function or no huge pages."""
+    return getattr(ctypes.CDLL(None), name, None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def give_back() -> None:
-    """Return free heap memory and cached copy buffers to the system, if the C library supports it.
-
-    Call it after a temporary peak, such as a graph of second derivatives. It takes a few
-    milliseconds, and as much again for memory that is needed later.
-    """
+    """Return free heap memory and copy buffers to the system, after a temporary peak."""
     gemm.forget_copies()
-    trim = _malloc_trim()
-    if trim is not None:
+    if (trim := _of_libc("malloc_trim")) is not None:
         trim(ctypes.c_size_t(0))
 
 
 def empty(like: Tensor, *shape: int) -> Tensor:
-    """Return an uninitialized tensor with dtype and device of `like`.
-
-    On huge pages if it is large.
-    """
+    """Return an uninitialized tensor with dtype and device of `like`, on huge pages if large."""
     num, width = math.prod(shape), like.element_size()
-    call = _madvise() if like.device.type == "cpu" and num * width >= _LEAST_BYTES else None
+    call = _of_libc("madvise") if like.device.type == "cpu" and num * width >= _LEAST_BYTES else None
     if call is None:
         return like.new_empty(shape)
     # Reserve space for page alignment; unwritten pages take no memory.
@@ -68,12 +46,7 @@ def empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def apart(like: Tensor, *shape: int) -> Tensor:
-    """Return the same outside the heap, for long-lived tensors among short-lived ones.
-
-    On the heap such a tensor would lie between freed blocks, and fragmentation would increase the
-    heap. Its memory returns to the system with the tensor; it is therefore slower than `empty` for
-    tensors of every step.
-    """
+    """Return the same outside the heap, for long-lived tensors among short-lived ones."""
     num, width = math.prod(shape), like.element_size()
     if like.device.type != "cpu" or num * width < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return empty(like, *shape)

@@ -34,8 +34,7 @@ class Files(Protocol):
     def path(self, name: str, digest: str) -> Path:
         """Return the path of a file with this SHA-256, for the life of this object.
 
-        Raises:
-            UnsoundFileError: it is missing or damaged.
+        Raises UnsoundFileError if it is missing or damaged.
         """
 
     def arrays(self, name: str, digest: str) -> ArrayFile:
@@ -72,12 +71,7 @@ class SharedFolder:
     """A folder of the coordinator that workers read."""
 
     path: str
-    # name -> SHA-256 of the index and of the files that it does not list
-    roots: Mapping[str, str]
-
-
-def _ignore() -> None:
-    pass
+    roots: Mapping[str, str]  # name -> SHA-256 of the index and of the files that it does not list
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,7 @@ class RemoteData:
     folders: tuple[SharedFolder, ...]
     source: FileSource
     max_bytes: int
-    # called while bytes arrive; stays in this process
-    progress: Callable[[], object] = _ignore
+    progress: Callable[[], object] = lambda: None  # while bytes arrive; stays in this process
 
     def __reduce__(self) -> tuple[type[RemoteData], tuple[object, ...]]:
         return RemoteData, (self.folders, self.source, self.max_bytes)
@@ -108,14 +101,14 @@ class FetchedFiles:
     """
 
     def __init__(self, folder: SharedFolder, source: FileSource, cache: NodeCache,
-                 progress: Callable[[], object] = _ignore) -> None:
-        self.folder = folder
-        self.source = source
-        self.cache = cache
-        self._progress = progress
+                 progress: Callable[[], object] = lambda: None) -> None:
+        self.folder, self.source, self.cache, self._progress = folder, source, cache, progress
         # descriptors whose lock keeps small files in the cache
         self._kept: dict[str, int] = {}
-        self._background = _Background(lambda digest: cache.fetch(digest, source, progress))
+        self._lock = threading.Lock()
+        # by the thread that fetches the files of the newest request, one after another
+        self._wanted: list[str] = []
+        self._is_fetching = False
 
     def __del__(self) -> None:
         for descriptor in self._kept.values():
@@ -131,8 +124,15 @@ class FetchedFiles:
         def keep(path: Path) -> Path:
             if path.name not in self._kept:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH)
+                    # another process may have removed the file before it was locked
+                    if not os.path.samestat(os.fstat(descriptor), path.stat()):
+                        raise FileNotFoundError(path)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
                 self._kept[path.name] = descriptor
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
             return path
         return self._used(name, digest, keep)
 
@@ -141,7 +141,23 @@ class FetchedFiles:
         return self._used(name, digest, lambda path: ArrayFile(path, is_locked=True))
 
     def prefetch(self, digests: Sequence[str]) -> None:
-        self._background.want([digest for digest in digests if self.cache.found(digest) is None])
+        wanted = [digest for digest in digests if self.cache.found(digest) is None]
+        with self._lock:
+            self._wanted = wanted
+            if wanted and not self._is_fetching:
+                self._is_fetching = True
+                threading.Thread(target=self._fetch_wanted, name="ngsgd-fetch", daemon=True).start()
+
+    def _fetch_wanted(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._is_fetching = False
+                    return
+                digest = self._wanted.pop(0)
+            # the job that needs the file fetches it again, and reports the error
+            with contextlib.suppress(Exception):
+                self.cache.fetch(digest, self.source, self._progress)
 
     def _used(self, name: str, digest: str, use: Callable[[Path], T]) -> T:
         """Use a verified file of the cache; a damaged one is fetched again once."""
@@ -164,37 +180,6 @@ class FetchedFiles:
             reason = "other processes of the node removed it again and again; raise data.node_cache_gb"
         raise UnsoundFileError(f"{self.folder.path}/{name} could not be fetched to {os.uname().nodename}: {reason}. If the file of "
                                f"the coordinator is damaged, remove {self.folder.path} there and run again.")
-
-
-class _Background:
-    """A thread that fetches the files of the newest request, one after another."""
-
-    def __init__(self, fetch: Callable[[str], object]) -> None:
-        self._fetch = fetch
-        self._lock = threading.Lock()
-        self._wanted: list[str] = []
-        self._runs = False
-
-    def want(self, digests: list[str]) -> None:
-        with self._lock:
-            self._wanted = digests
-            if digests and not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="ngsgd-fetch", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._wanted:
-                    self._runs = False
-                    return
-                digest = self._wanted.pop(0)
-            # the job that needs the file fetches it again, and reports the error
-            with contextlib.suppress(Exception):
-                self._fetch(digest)
-
-
-# Publishing ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,9 @@ class NodeCache:
     def fetch(self, digest: str, source: FileSource, progress: Callable[[], object]) -> Path:
         """Return the path of a file, which is copied from the source unless it is here.
 
-        `progress` is called while bytes arrive, here or in another process of the node.
-
-        Raises:
-            UnsoundFileError: the source does not have it, or it arrived damaged.
-            FetchError: the source cannot be reached.
-            ObjectStorageError: it denies access.
-            NodeCacheError: there is no room for it.
+        `progress` is called while bytes arrive, here or in another process of the node. Raises
+        UnsoundFileError if the source does not have it, or it arrived damaged, NodeCacheError if
+        there is no room for it, and the errors of the source.
         """
         final = self.folder / checked_digest(digest)
         part = self.folder / f".{digest}.tmp"
@@ -100,7 +96,16 @@ class NodeCache:
                 raise UnsoundFileError(f"{source.where} has no file with the SHA-256 {digest}")
             os.ftruncate(descriptor, 0)
             self._reserve(descriptor, size)
-            if _filled(descriptor, source.parts(digest, size), size, progress) and sha256(part) == digest:
+            received = 0
+            for content in source.parts(digest, size):
+                received += len(content)
+                if received > size:
+                    break
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(descriptor, view):]
+                progress()
+            if received == size and sha256(part) == digest:
                 return
             raise UnsoundFileError(f"the file with the SHA-256 {digest} from {source.where} arrived damaged")
         except BaseException:
@@ -145,20 +150,6 @@ class NodeCache:
             raise NodeCacheError(f"the cache {self.folder} on {os.uname().nodename} is limited to {self.max_bytes / 1e9:.3g} GB, "
                                  f"and files that workers use leave no room for one of {size / 1e9:.3g} GB; raise "
                                  "data.node_cache_gb, or run fewer workers on this node.")
-
-
-def _filled(descriptor: int, parts: Iterator[bytes], size: int, progress: Callable[[], object]) -> bool:
-    """Write all parts; False if there are not exactly `size` bytes."""
-    received = 0
-    for part in parts:
-        received += len(part)
-        if received > size:
-            return False
-        view = memoryview(part)
-        while view:
-            view = view[os.write(descriptor, view):]
-        progress()
-    return received == size
 
 
 @contextmanager

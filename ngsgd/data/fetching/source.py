@@ -1,7 +1,4 @@
-"""Sources of files, addressed by their SHA-256.
-
-Names of files never travel, so that a damaged or malicious index cannot name a path.
-"""
+"""Sources of files by their SHA-256: a damaged or malicious index cannot name a path."""
 
 from __future__ import annotations
 
@@ -41,9 +38,7 @@ class FileSource(Protocol):
     def size(self, digest: str) -> int | None:
         """Return the number of bytes of a file; None if the source does not have it.
 
-        Raises:
-            FetchError: the source cannot be reached.
-            ObjectStorageError: it denies access.
+        Raises FetchError if it cannot be reached, and ObjectStorageError if it denies access.
         """
 
     def parts(self, digest: str, size: int) -> Iterator[bytes]:
@@ -100,9 +95,6 @@ def checked_digest(digest: str) -> str:
     if not is_digest(digest):
         raise UnsoundFileError(f"the index contains the checksum {digest[:80]!r}, which is no SHA-256")
     return digest
-
-
-# Verification -------------------------------------------------------------------------------------
 
 
 # path -> (inode, size, time of change) of the file that was verified; the usual ways to replace or

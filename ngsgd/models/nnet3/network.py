@@ -1,12 +1,7 @@
-"""Network description that models here and Kaldi's nnet3 share.
-
-It consists of affine layers over spliced frames, nonlinearity, normalization and log-softmax.
-`describe` converts a model to this form, `rebuild` converts it back; both copy every bit.
-"""
+"""Network description that models here and Kaldi's nnet3 share; conversions copy every bit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,14 +32,12 @@ class Layer:
     """A hidden layer."""
 
     affine: AffineParameters
-    nonlinearity: str                # relu or pnorm
-    # pnorm: inputs of each output; relu: 1
-    group: int
-    normalize: str                   # renormalize or batchnorm
-    mean: Array = field(default_factory=lambda: np.zeros(0, np.float32))   # batchnorm
+    nonlinearity: str  # relu or pnorm
+    group: int  # pnorm: inputs of each output; relu: 1
+    normalize: str  # renormalize or batchnorm, which has the rest
+    mean: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     variance: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    # batchnorm: minibatches in the statistics
-    count: int = 0
+    count: int = 0  # minibatches in the statistics
 
 
 @dataclass(frozen=True)
@@ -55,12 +48,9 @@ class Network:
     layers: tuple[Layer, ...]
     output: AffineParameters
     is_tdnn: bool
-    # fixed transform of the input
-    transform: AffineParameters | None = None
-    # whether a log-softmax follows; lattice-free MMI has none
-    has_softmax: bool = True
-    # dimension of the i-vector, which the first affine layer gets after the frames
-    side_dim: int = 0
+    transform: AffineParameters | None = None  # fixed transform of the input
+    has_softmax: bool = True  # whether a log-softmax follows; lattice-free MMI has none
+    side_dim: int = 0  # of the i-vector, which the first affine layer gets after the frames
 
     def offsets(self) -> list[tuple[int, ...]]:
         """Input frames of each layer, starting with the input transform."""
@@ -68,12 +58,8 @@ class Network:
         return [*first, *(layer.affine.offsets for layer in self.layers)]
 
 
-def describe(model: nn.Module, config: ModelConfig, window: Window, *,
-             has_softmax: bool = True) -> Network:
-    """Convert a trained model.
-
-    Raises ConfigError, with the reason, if nnet3 has no such component.
-    """
+def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softmax: bool = True) -> Network:
+    """Convert a trained model; ConfigError, with the reason, if nnet3 has no such component."""
     for what, is_used, reason in (
             ("model._target_", bool(config._target_), "a custom module has layers that nnet3 does not support"),
             ("model.num_subclasses", config.num_subclasses > 0,
@@ -93,30 +79,23 @@ def describe(model: nn.Module, config: ModelConfig, window: Window, *,
         [prefix] = {name.rpartition(".")[0] for name in buffers if name.startswith("input_transform")}
         transform = AffineParameters(buffers[f"{prefix}.weight"].cpu().numpy(), buffers[f"{prefix}.bias"].cpu().numpy(), offsets[0])
         offsets[0] = (0,)
-    layers = tuple(_layer(state, config, number, of_layer) for number, of_layer in enumerate(offsets, start=1))
+    layers = []
+    for number, of_layer in enumerate(offsets, start=1):
+        name, norm = _names(config.kind, number, config.normalize)
+        affine = AffineParameters(state[f"{name}.weight"], state[f"{name}.bias"], of_layer)
+        kind, group = ("pnorm", config.pnorm_group) if config.kind == "pnorm" else ("relu", 1)
+        layer = Layer(affine, kind, group, config.normalize)
+        layers.append(layer if config.normalize == "renormalize" else replace(
+            layer, mean=state[f"{norm}.running_mean"], variance=state[f"{norm}.running_var"],
+            count=int(state[f"{norm}.num_batches_tracked"])))
     output = AffineParameters(state["output.weight"], state["output.bias"])
-    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax, window.side_dim)
-
-
-def _layer(state: Mapping[str, Any], config: ModelConfig, number: int, offsets: tuple[int, ...]) -> Layer:
-    affine, norm = _names(config.kind, number, config.normalize)
-    layer = Layer(AffineParameters(state[f"{affine}.weight"], state[f"{affine}.bias"], offsets),
-                  "pnorm" if config.kind == "pnorm" else "relu",
-                  config.pnorm_group if config.kind == "pnorm" else 1, config.normalize)
-    if config.normalize == "renormalize":
-        return layer
-    return replace(layer, mean=state[f"{norm}.running_mean"], variance=state[f"{norm}.running_var"],
-                   count=int(state[f"{norm}.num_batches_tracked"]))
+    return Network(window.feature_dim, tuple(layers), output, is_tdnn, transform, has_softmax, window.side_dim)
 
 
 def _names(kind: str, number: int, normalize: str) -> tuple[str, str]:
-    """Return the names of affine layer and normalization of a hidden layer in the state dict."""
     if kind == "tdnn":
         return f"tdnn{number}.affine", f"tdnn{number}.rest.normalize"
     return f"affine{number}", f"{normalize}{number}"
-
-
-# Import -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,10 +110,7 @@ class Rebuilt:
 
 
 def rebuild(network: Network) -> Rebuilt:
-    """Create a model with the numbers of the network.
-
-    Raises DataError if no `model=` has its shape.
-    """
+    """Create a model with the numbers of the network; DataError if no `model=` has its shape."""
     config = _config_of(network)
     _check_fits(network)
     offsets = network.offsets()
@@ -147,24 +123,20 @@ def rebuild(network: Network) -> Rebuilt:
     state = _state_of(network, config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if expected != {name: tuple(tensor.shape) for name, tensor in state.items()}:
-        raise DataError("The layers of this nnet3 model do not fit together; check that the file "
-                        "is complete.")
+        raise DataError("The layers of this nnet3 model do not fit together; check that the file is complete.")
     model.load_state_dict(state)
     return Rebuilt(model.eval(), config, window, num_classes, transform)
 
 
 def _check_fits(network: Network) -> None:
-    """Check that input and output sizes match, before a model of these sizes is allocated."""
-    size = network.feature_dim
-    affines = [layer.affine for layer in network.layers]
-    for number, affine in enumerate([*([network.transform] if network.transform else []), *affines,
-                                     network.output]):
+    size, first = network.feature_dim, [network.transform] if network.transform else []
+    for number, affine in enumerate([*first, *(layer.affine for layer in network.layers), network.output]):
         inputs = size * len(affine.offsets) + (0 if number else network.side_dim)
         if affine.weight.shape != (len(affine.bias), inputs):
             raise DataError("The layers of this nnet3 model do not fit together: affine component "
                             f"{number + 1} of the chain has {affine.weight.shape[1]} inputs, and "
                             f"{inputs} come from before; check that it is complete.")
-        at = number - (1 if network.transform else 0)
+        at = number - len(first)
         size = len(affine.bias) // (network.layers[at].group if 0 <= at < len(network.layers) else 1)
 
 
@@ -177,20 +149,16 @@ def _config_of(network: Network) -> ModelConfig:
                             "models here have one for all.")
     splices = network.offsets()
     kind: Any = "tdnn" if network.is_tdnn else first.nonlinearity
-    first_splice = splices[0]
-    has_gaps = first_splice != tuple(range(first_splice[0], first_splice[-1] + 1))
-    has_center = first_splice[0] <= 0 <= first_splice[-1]
-    if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or has_gaps
-                           or not has_center):
+    begin, end = splices[0][0], splices[0][-1]
+    is_plain = splices[0] == tuple(range(begin, end + 1)) and begin <= 0 <= end
+    if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or not is_plain):
         raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which is "
-                        "supported for ReLU TDNNs only; name its components tdnn1.affine and so on "
-                        "if it is one.")
+                        "supported for ReLU TDNNs only; name its components tdnn1.affine and so on if it is one.")
     if kind == "tdnn" and first.nonlinearity != "relu":
         raise DataError("This nnet3 model is a TDNN of p-norm layers, and TDNNs here have ReLUs.")
     layers = splices if network.transform is None else [splices[0], *splices[2:]]
     text = " ".join(",".join(map(str, offsets)) for offsets in layers)
-    return ModelConfig(kind=kind, num_layers=len(network.layers),
-                       hidden_dim=first.affine.weight.shape[0],
+    return ModelConfig(kind=kind, num_layers=len(network.layers), hidden_dim=first.affine.weight.shape[0],
                        pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,  # type: ignore[arg-type]
                        tdnn_offsets=text if kind == "tdnn" else ModelConfig(kind).tdnn_offsets,
                        input_transform="none" if network.transform is None else "lda")

@@ -1,28 +1,17 @@
-"""nnet3 raw models and vectors in Kaldi's text form and its lossless binary form.
-
-A text has lines that join components, then the components; numbers have nine digits, so that
-float32 is read back exactly:
+"""nnet3 raw models and vectors in Kaldi's text form (nine digits: exact) and its binary form.
 
     <Nnet3>
-    input-node name=ivector dim=100
     input-node name=input dim=40
-    component-node name=affine1 component=affine1 input=Append(Offset(input, -1), input,
-    ReplaceIndex(ivector, t, 0))
-    ...
+    component-node name=affine1 component=affine1 input=Append(Offset(input, -1), input)
     output-node name=output input=output.log-softmax objective=linear
 
     <NumComponents> 5
     <ComponentName> affine1 <NaturalGradientAffineComponent> ... </NaturalGradientAffineComponent>
-    ...
     </Nnet3>
 
-A binary model is "\\0B<Nnet3> ", the same lines, an empty line, and the components:
-
-    <NumComponents> n { <ComponentName> name <Kind> { <Token> value } </Kind> } </Nnet3>
-
-Values are untyped. A number is a byte with its size and 4 or 8 bytes, and the token determines
-whether it is an integer or a float; T and F are one byte. Nothing is executed, and each size is
-compared with the remaining bytes before memory is allocated.
+A binary model is "\\0B<Nnet3> ", the same lines, an empty line, and the components. A number is a
+byte with its size and 4 or 8 bytes, integer or float by its token; T and F are one byte. Each size
+is compared with the remaining bytes before memory is allocated.
 """
 
 from __future__ import annotations
@@ -106,23 +95,17 @@ def _read_components(source: Source) -> Iterator[Component]:
         kind = source.word(64).decode(errors="replace")
         if not re.fullmatch(r"<\w+>", kind):
             raise KaldiFormatError(f"the component {name[:40]} has the kind {kind[:20]!r}")
+        values: dict[str, str | npt.NDArray[np.floating]] = {}
         try:
-            values = _values(source, kind[1:-1])
+            while (word := source.word(64)) != f"</{kind[1:-1]}>".encode():
+                token = word.decode(errors="replace")
+                if not re.fullmatch(r"<\w+>", token) or len(values) == _MOST_TOKENS:
+                    raise KaldiFormatError(f"{word[:20]!r} is found instead of a token")
+                values[token[1:-1]] = _value(source, token[1:-1])
         except KaldiFormatError as error:
             raise KaldiFormatError(f"{error}, in the component {name[:40]}, a {kind[1:-1]}") from error
         yield Component(name, kind[1:-1], values, f"byte {where}")
     source.expect(b"</Nnet3> ")
-
-
-def _values(source: Source, kind: str) -> dict[str, str | npt.NDArray[np.floating]]:
-    """Return values by token, up to the closing one."""
-    found: dict[str, str | npt.NDArray[np.floating]] = {}
-    while (word := source.word(64)) != f"</{kind}>".encode():
-        token = word.decode(errors="replace")
-        if not re.fullmatch(r"<\w+>", token) or len(found) == _MOST_TOKENS:
-            raise KaldiFormatError(f"{word[:20]!r} is found instead of a token")
-        found[token[1:-1]] = _value(source, token[1:-1])
-    return found
 
 
 def _value(source: Source, token: str) -> str | npt.NDArray[np.floating]:
@@ -141,26 +124,19 @@ def _value(source: Source, token: str) -> str | npt.NDArray[np.floating]:
     return read_float_object(source, source.word(16))
 
 
-# one for all frames of an example
-_IVECTOR = "ReplaceIndex(ivector, t, 0)"
-
-
-# Export -------------------------------------------------------------------------------------------
+_IVECTOR = "ReplaceIndex(ivector, t, 0)"  # one for all frames of an example
 
 
 @dataclass(frozen=True)
 class Updates:
     """Settings with which nnet3-train updates an affine component."""
 
-    # per frame, of one job, including the factor of the layer
-    learning_rate: float
+    learning_rate: float  # per frame, of one job, including the factor of the layer
     learning_rate_factor: float
     max_change: float
     l2_regularize: float
-    # natural gradient; otherwise the settings below have no effect
-    is_natural: bool
-    # before limiting it to the size of the layer
-    rank_in: int
+    is_natural: bool  # natural gradient; otherwise the settings below have no effect
+    rank_in: int  # before limiting it to the size of the layer
     rank_out: int
     update_period: int
     num_samples_history: float
@@ -175,9 +151,7 @@ class Updates:
 
 
 def to_text(network: Network, updates: Mapping[str, Updates] | None = None) -> str:
-    """Write a raw model.
-
-    Its input nodes are "input" and, with i-vectors, "ivector"; its output node is "output". Affine
+    """Write a raw model with the nodes "input", with i-vectors "ivector", and "output". Affine
     layers that `updates` does not name ("affine1", "output") have the default settings.
     """
     nodes, components = [f"input-node name=input dim={network.feature_dim}"], []
@@ -206,8 +180,7 @@ def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tu
     if network.transform:
         yield "lda", network.transform.offsets, _tagged("FixedAffineComponent", _numbers(network.transform))
     for number, layer in enumerate(network.layers, start=1):
-        prefix = f"tdnn{number}." if network.is_tdnn else ""
-        suffix = "" if network.is_tdnn else str(number)
+        prefix, suffix = (f"tdnn{number}.", "") if network.is_tdnn else ("", str(number))
         name = f"{prefix}affine{suffix}"
         yield name, layer.affine.offsets, _affine(layer.affine, updates.get(name))
         outputs, dim = len(layer.affine.bias), len(layer.affine.bias) // layer.group
@@ -216,8 +189,8 @@ def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tu
         else:
             yield f"{prefix}pnorm{suffix}", (0,), _tagged("PnormComponent", f"<InputDim> {outputs} <OutputDim> {dim} ")
         if layer.normalize == "renormalize":
-            yield f"{prefix}renorm{suffix}", (0,), _tagged("NormalizeComponent",
-                                                           f"<InputDim> {dim} <TargetRms> 1 <AddLogStddev> F ")
+            plain = f"<InputDim> {dim} <TargetRms> 1 <AddLogStddev> F "
+            yield f"{prefix}renorm{suffix}", (0,), _tagged("NormalizeComponent", plain)
         else:
             # without test mode, so that nnet3-train uses minibatch statistics; nnet3-compute and
             # the decoders set test mode themselves
@@ -231,11 +204,7 @@ def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tu
 
 
 def _affine(affine: AffineParameters, updates: Updates | None) -> str:
-    """Write an affine component.
-
-    Kaldi limits ranks when it reads a configuration, but not when it reads a model. They are
-    limited here, by the same rule.
-    """
+    """Write an affine component; ranks are limited by the rule of Kaldi's configurations."""
     u = updates or Updates.default()
     common = "".join(f"<{token}> {_number(value)} " for token, value, is_default in (
         ("LearningRateFactor", u.learning_rate_factor, u.learning_rate_factor == 1.0),
@@ -256,7 +225,6 @@ def _numbers(affine: AffineParameters) -> str:
 
 
 def _nonlinear(kind: str, dim: int) -> str:
-    """Write a nonlinearity with empty statistics."""
     empty = " [ ]\n"
     return _tagged(kind, f"<Dim> {dim} <ValueAvg> {empty}<DerivAvg> {empty}<Count> 0 <OderivRms> {empty}<OderivCount> 0 "
                    "<NumDimsSelfRepaired> 0 <NumDimsProcessed> 0 ")
@@ -268,9 +236,6 @@ def _tagged(kind: str, inside: str) -> str:
 
 def _number(value: np.floating | float) -> str:
     return f"{float(value):.9g}"
-
-
-# Import -------------------------------------------------------------------------------------------
 
 
 def from_text(text: str) -> Network:
@@ -287,12 +252,10 @@ def vector_from_text(text: str) -> Array:
     try:
         return finite([text.strip().removeprefix("[").removesuffix("]").split()]).reshape(-1)
     except ValueError as error:
-        raise DataError(f"This is not a vector in Kaldi's text form ({error}); an example is [ 0.1 "
-                        "0.2 0.7 ].") from error
+        raise DataError(f"This is not a vector in Kaldi's text form ({error}); an example is [ 0.1 0.2 0.7 ].") from error
 
 
 def _parsed(text: str, begin: int) -> Iterator[Component]:
-    """Yield the components from position `begin` on."""
     line, counted = 1, 0
     begins = [found.start() for found in re.compile("<ComponentName>").finditer(text, begin)]
     component = re.compile(r"<ComponentName>\s+(\S+)\s+<(\w+)>(.*?)</\2>", re.DOTALL)

@@ -1,6 +1,4 @@
-"""Conversion of nodes and components of an nnet3 raw model, from text or binary files, to a
-`Network`.
-"""
+"""Conversion of nodes and components of an nnet3 raw model to a `Network`."""
 
 from __future__ import annotations
 
@@ -16,28 +14,33 @@ import numpy.typing as npt
 from ngsgd.errors import DataError
 from ngsgd.models.nnet3.network import AffineParameters, Array, Layer, Network
 
-# of batch normalization, as in Kaldi
-EPSILON = 1e-3
+EPSILON = 1e-3  # of batch normalization, as in Kaldi
 _AFFINE = ("NaturalGradientAffineComponent", "AffineComponent", "FixedAffineComponent")
-# The identity outside training.
-_DROPOUT = ("DropoutComponent", "GeneralDropoutComponent")
-# Limit for a fixed transform that is repeated for each frame.
-_MOST_NUMBERS = 1 << 27
+_DROPOUT = ("DropoutComponent", "GeneralDropoutComponent")  # The identity outside training.
+_MOST_NUMBERS = 1 << 27  # Limit for a fixed transform that is repeated for each frame.
 
 
 def network_of(head: str, components: Iterable[Component]) -> Network:
-    """Create a network from the lines of nodes and the components.
-
-    Raises DataError for unsupported components and descriptors, and for those that do not fit
-    together.
-    """
+    """Create a network from nodes and components; DataError for unsupported or unfitting ones."""
     chain, inputs = _chain(head)
     by_name = {component.name: component for component in components}
     if missing := [node.component for node in chain if node.component not in by_name]:
         raise DataError(f"The component {missing[0]} is used in the nnet3 model, but missing in "
                         "the file; check that the file is complete.")
-    parts = _without_dropout([_Part(by_name[node.component], node.offsets, node.has_ivector) for node in chain])
-    _check_ivector(parts, inputs)
+    parts = [_Part(by_name[node.component], node.offsets, node.has_ivector) for node in chain]
+    for part in parts:
+        if part.component.kind in _DROPOUT and (part.offsets != (0,) or part.has_ivector):
+            raise DataError(f"{part.component} is dropout of spliced frames; only dropout between two layers is supported.")
+    parts = [part for part in parts if part.component.kind not in _DROPOUT]
+    if not parts:
+        raise DataError("The nnet3 model has no affine component.")
+    taking = [at for at, part in enumerate(parts) if part.has_ivector]
+    expected = [[0], [1]] if parts[0].is_of_one_frame else [[0]]
+    if taking not in (expected if "ivector" in inputs else [[]]):
+        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)} and uses an i-vector "
+                        f"at {', '.join(parts[at].component.name for at in taking) or 'no node'}; "
+                        "models here use one, if they have that input, after the frames of their "
+                        f"first node, {parts[0].component.name}.")
     return _assembled(inputs["input"], inputs.get("ivector", 0), parts)
 
 
@@ -49,8 +52,7 @@ class Component:
     kind: str
     # by token: an array, its text between brackets, or a single word
     values: Mapping[str, str | npt.NDArray[np.floating]]
-    # place in the file, such as "line 12"
-    where: str = ""
+    where: str = ""  # place in the file, such as "line 12"
 
     def __str__(self) -> str:
         return f"The component {self.name} of the nnet3 model ({self.where})"
@@ -60,8 +62,7 @@ class Component:
             found = self.values[token]
             return finite([row.split() for row in found.strip("\n").split("\n")] if isinstance(found, str) else found)
         except (KeyError, ValueError) as error:
-            raise DataError(f"{self} has no valid <{token}> ({error}); check the file, or export "
-                            "the model again.") from error
+            raise DataError(f"{self} has no valid <{token}> ({error}); check the file, or export the model again.") from error
 
     def number(self, token: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
         """Return a single number within limits."""
@@ -94,9 +95,6 @@ def finite(rows: list[list[str]] | npt.NDArray[np.floating]) -> Array:
     return found
 
 
-# Nodes --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Node:
     name: str
@@ -108,9 +106,24 @@ class _Node:
 
 def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
     """Return the component nodes from input to output, and the sizes of the inputs."""
-    lines = [_config_line(line, number) for number, line in enumerate(head.replace("<Nnet3>", "       ").splitlines(), start=1)
-             if line.strip()]
-    inputs = {line["name"]: _dim(line) for line in lines if line[""] == "input-node"}
+    lines, inputs = [], {}
+    for number, text in enumerate(head.replace("<Nnet3>", "       ").splitlines(), start=1):
+        if not text.strip():
+            continue
+        # the fields of a line by name; its first word has the name ""
+        line = dict(re.findall(r"(?<![a-z-])([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", text))
+        line[""] = text.split(maxsplit=1)[0]
+        if missing := [name for name in _FIELDS.get(line[""], ()) if name not in line]:
+            raise DataError(f"Line {number} of the nnet3 model, {text.strip()[:40]!r}, has no "
+                            f"{missing[0]}; export the model again.")
+        if line[""] == "input-node":
+            dim = line["dim"].strip()
+            if not re.fullmatch(r"[0-9]{1,6}", dim) or int(dim) == 0:
+                raise DataError(
+                    f"Line {number} of the nnet3 model gives the input {line['name']} the dim "
+                    f"{dim[:40]}, which is not a number from 1 to 999999; export the model again.")
+            inputs[line["name"]] = int(dim)
+        lines.append(line)
     outputs = {line["name"]: line["input"].strip() for line in lines if line[""] == "output-node"}
     if inputs.keys() - {"ivector"} != {"input"}:
         raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)}; models here have one named input, and may have one "
@@ -139,25 +152,7 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
 _FIELDS = {"input-node": ("name", "dim"), "output-node": ("name", "input"), "component-node": ("name", "component", "input")}
 
 
-def _config_line(line: str, number: int) -> dict[str, str]:
-    """Return the fields of a line by name; its first word has the name ""."""
-    found = dict(re.findall(r"(?<![a-z-])([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line))
-    found |= {"": line.split(maxsplit=1)[0], "line": str(number)}
-    if missing := [name for name in _FIELDS.get(found[""], ()) if name not in found]:
-        raise DataError(f"Line {number} of the nnet3 model, {line.strip()[:40]!r}, has no {missing[0]}; export the model again.")
-    return found
-
-
-def _dim(line: dict[str, str]) -> int:
-    text = line["dim"].strip()
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
-        raise DataError(f"Line {line['line']} of the nnet3 model gives the input {line['name']} the dim {text[:40]}, which is not "
-                        "a number from 1 to 999999; export the model again.")
-    return int(text)
-
-
 def _arguments(text: str) -> list[str]:
-    """Split at the commas outside of parentheses."""
     commas, depth = [-1], 0
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -182,9 +177,6 @@ def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
     return names.pop(), offsets
 
 
-# Components ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Part:
     """A component with the offsets of its input."""
@@ -199,30 +191,7 @@ class _Part:
         return self.component.kind == "FixedAffineComponent" and self.offsets == (0,) and not self.has_ivector
 
 
-def _without_dropout(parts: list[_Part]) -> list[_Part]:
-    """Return the parts that have an effect outside training."""
-    for part in parts:
-        if part.component.kind in _DROPOUT and (part.offsets != (0,) or part.has_ivector):
-            raise DataError(f"{part.component} is dropout of spliced frames; only dropout between "
-                            "two layers is supported.")
-    found = [part for part in parts if part.component.kind not in _DROPOUT]
-    if not found:
-        raise DataError("The nnet3 model has no affine component.")
-    return found
-
-
-def _check_ivector(parts: list[_Part], inputs: dict[str, int]) -> None:
-    taking = [at for at, part in enumerate(parts) if part.has_ivector]
-    expected = [[0], [1]] if parts[0].is_of_one_frame else [[0]]
-    if taking not in (expected if "ivector" in inputs else [[]]):
-        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)} and uses an i-vector "
-                        f"at {', '.join(parts[at].component.name for at in taking) or 'no node'}; "
-                        "models here use one, if they have that input, after the frames of their "
-                        f"first node, {parts[0].component.name}.")
-
-
 def _assembled(feature_dim: int, side_dim: int, parts: list[_Part]) -> Network:
-    """Create the layers from a chain of components."""
     names = [part.component.name for part in parts]
     has_softmax = parts[-1].component.kind == "LogSoftmaxComponent"
     rest = parts[:-1] if has_softmax else parts
@@ -238,38 +207,30 @@ def _assembled(feature_dim: int, side_dim: int, parts: list[_Part]) -> Network:
 
 
 def _transform(parts: list[_Part], side_dim: int) -> tuple[AffineParameters | None, list[_Part]]:
-    """Return the fixed transform of the input, and the remaining parts.
-
-    A transform of single frames before splicing (idct-layer) is repeated as a block for each
-    spliced frame. A second fixed transform (LDA) is multiplied with it. The first remaining part
-    then has one frame as input.
-    """
     if not parts or parts[0].component.kind != "FixedAffineComponent":
         return None, parts
     first, rest = _read_affine(parts[0]), parts[1:]
     if not (parts[0].is_of_one_frame and rest and (rest[0].offsets != (0,) or rest[0].has_ivector)):
         return first, rest
+    # of single frames before splicing (idct-layer): a block for each spliced frame; a second one
+    # (LDA) is multiplied with it, and the first remaining part has one frame as input
     blocks = _repeated(first, rest[0], side_dim if rest[0].has_ivector else 0)
     if rest[0].component.kind != "FixedAffineComponent":
         return blocks, [replace(rest[0], offsets=(0,), has_ivector=False), *rest[1:]]
     second = _read_affine(rest[0])
     weight = second.weight.astype(np.float64)
-    return AffineParameters((weight @ blocks.weight).astype(np.float32),
-                            (weight @ blocks.bias + second.bias).astype(np.float32),
-                  blocks.offsets), rest[1:]
+    product = (weight @ blocks.weight).astype(np.float32)
+    bias = (weight @ blocks.bias + second.bias).astype(np.float32)
+    return AffineParameters(product, bias, blocks.offsets), rest[1:]
 
 
 def _repeated(of_frame: AffineParameters, splice: _Part, side_dim: int) -> AffineParameters:
-    """Repeat the transform for each frame at the offsets of `splice`.
-
-    An i-vector after them is unchanged.
-    """
+    """Repeat the transform for each frame of `splice`; an i-vector after them is unchanged."""
     num, (rows, columns) = len(splice.offsets), of_frame.weight.shape
     inputs = _read_affine(splice).weight.shape[1]
     if num * rows + side_dim != inputs:
         raise DataError(f"The layers of this nnet3 model do not fit together: {splice.component} "
-                        f"has {inputs} inputs, and {num * rows + side_dim} come from before; check "
-                        "that it is complete.")
+                        f"has {inputs} inputs, and {num * rows + side_dim} come from before; check that it is complete.")
     if inputs * (num * columns + side_dim) > _MOST_NUMBERS:
         raise DataError(f"{splice.component} splices {num} frames of a fixed transform of {rows} x "
                         f"{columns}, which is too large to be repeated for each; apply the "
@@ -286,8 +247,7 @@ def _read_affine(part: _Part) -> AffineParameters:
     component = part.component
     if component.kind not in _AFFINE:
         raise DataError(f"{component} is a {component.kind}; an affine component is expected.")
-    affine = AffineParameters(component.array("LinearParams"), component.vector("BiasParams"),
-                              part.offsets)
+    affine = AffineParameters(component.array("LinearParams"), component.vector("BiasParams"), part.offsets)
     if affine.weight.ndim != 2 or not affine.weight.size or len(affine.weight) != len(affine.bias):
         raise DataError(f"{component} has {len(affine.weight)} rows of <LinearParams> and {len(affine.bias)} <BiasParams>; check "
                         "that the file is complete.")
@@ -297,8 +257,7 @@ def _read_affine(part: _Part) -> AffineParameters:
 def _read_layer(affine: _Part, nonlinearity: Component, norm: Component) -> Layer:
     read = _read_affine(affine)
     if nonlinearity.kind not in ("RectifiedLinearComponent", "PnormComponent"):
-        raise DataError(f"{nonlinearity} is a {nonlinearity.kind}; only ReLU and p-norm are "
-                        "supported.")
+        raise DataError(f"{nonlinearity} is a {nonlinearity.kind}; only ReLU and p-norm are supported.")
     is_pnorm = nonlinearity.kind == "PnormComponent"
     outputs = nonlinearity.number("OutputDim", 1, 1, len(read.bias)) if is_pnorm else len(read.bias)
     if len(read.bias) % outputs:

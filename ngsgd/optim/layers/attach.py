@@ -37,12 +37,12 @@ from ngsgd.optim.layers.convolution import (
     NaturalGradientConv1d,
     NaturalGradientConv2d,
     NaturalGradientConv3d,
+    ObservedTdnn,
     SplicedPreconditioner,
 )
 from ngsgd.optim.layers.fast_linear import FastLinear
-from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, ObservedLinear
 from ngsgd.optim.layers.linear import NaturalGradientLinear, NaturalGradientTransposedLinear
-from ngsgd.optim.layers.observed import ObservedLinear, ObservedTdnn
 from ngsgd.optim.layers.scale_offset import (
     NaturalGradientBatchNorm1d,
     NaturalGradientBatchNorm2d,
@@ -78,8 +78,7 @@ def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     return _NATURAL_CLASSES.get(kind)
 
 
-def attach(layer: nn.Module, settings: FisherSettings,
-           context: LayerContext) -> LayerPreconditioner | None:
+def attach(layer: nn.Module, settings: FisherSettings, context: LayerContext) -> LayerPreconditioner | None:
     """Change the class of `layer` in place.
 
     Return None, without a change, if it has no natural gradient.
@@ -95,9 +94,7 @@ def attach(layer: nn.Module, settings: FisherSettings,
     if not weight.numel() or weight.is_complex():
         return None
     # Keys and values have another width, or the layer adds parameters to them.
-    if isinstance(layer, nn.MultiheadAttention) and (
-        layer.bias_k is not None or layer.add_zero_attn
-    ):
+    if isinstance(layer, nn.MultiheadAttention) and (layer.bias_k is not None or layer.add_zero_attn):
         return None
     if context.observes and not (plain_class is nn.Linear or (isinstance(layer, nn.Conv1d) and layer.groups == 1)):
         return None
@@ -106,6 +103,8 @@ def attach(layer: nn.Module, settings: FisherSettings,
         former.context.retired = "another NGSGD has taken over its layers"
     preconditioner = _preconditioner(layer, plain_class, settings, context)
     preconditioner.weight = weight
+    preconditioner.bias = bias_of(layer)
+    preconditioner.is_transposed = issubclass(new_class, NaturalGradientTransposedLinear)
     layer.__class__ = new_class
     layer.__dict__["preconditioner"] = preconditioner
     layer.__dict__.pop(OWNER, None)
@@ -114,9 +113,12 @@ def attach(layer: nn.Module, settings: FisherSettings,
 
 def weight_of(layer: nn.Module) -> Any:
     """Return the parameter whose gradient the estimates follow; None if there is none."""
-    return layer._parameters.get(
-        "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
-    )
+    return layer._parameters.get("in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight")
+
+
+def bias_of(layer: Any) -> Any:
+    """Return the parameter that is added to the output; None without one."""
+    return getattr(layer, "in_proj_bias" if isinstance(layer, nn.MultiheadAttention) else "bias", None)
 
 
 def detach(layer: nn.Module, context: LayerContext) -> None:
@@ -141,10 +143,7 @@ def detach_all(layers: Mapping[str, nn.Module], context: LayerContext) -> None:
 def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSettings,
                     context: LayerContext) -> LayerPreconditioner:
     weight = weight_of(layer)
-    has_bias = (
-        getattr(layer, "in_proj_bias" if plain_class is nn.MultiheadAttention else "bias", None)
-        is not None
-    )
+    has_bias = bias_of(layer) is not None
     if context.observes:
         kind = ObservedLinear if plain_class is nn.Linear else ObservedTdnn
         return kind(context, weight[0].numel(), len(weight), has_bias, settings)

@@ -19,9 +19,7 @@ from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 from ngsgd.optim.layers.linear import NaturalGradientLinear, affine
 
 
-class NaturalGradientOutProjection(
-    NaturalGradientLinear, nn.modules.linear.NonDynamicallyQuantizableLinear
-):
+class NaturalGradientOutProjection(NaturalGradientLinear, nn.modules.linear.NonDynamicallyQuantizableLinear):
     """Replacement of the output projection under `NGSGD`."""
 
 
@@ -45,20 +43,10 @@ class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttent
         """Return the same values as torch's forward."""
         if not torch.is_grad_enabled() or is_plain_context(query) or query.is_nested:
             return self.plain_forward(  # type: ignore[no-any-return]
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         is_causal, mask = _masks(self, query, key_padding_mask, attn_mask, need_weights, is_causal)
-        q, k, v = (
-            one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for one in self._projected(query, key, value)
-        )
+        q, k, v = (one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in self._projected(query, key, value))
         dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:
             scores = q * math.sqrt(1.0 / q.shape[-1]) @ k.transpose(-2, -1)
@@ -70,34 +58,16 @@ class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttent
         else:
             heads = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         y = self.out_proj(heads.transpose(1, 2).flatten(2))
-        return (
-            y.squeeze(0) if query.ndim == 2 else y if self.batch_first else y.transpose(0, 1)
-        ), weights
+        return (y.squeeze(0) if query.ndim == 2 else y if self.batch_first else y.transpose(0, 1)), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Project queries B x T x E, and keys and values B x S x E."""
-        given = (
-            [query]
-            if key is query and value is key
-            else [query, key]
-            if value is key
-            else [query, key, value]
-        )
-        inputs = [
-            x.unsqueeze(0) if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
-            for x in given
-        ]
+        given = [query] if key is query and value is key else [query, key] if value is key else [query, key, value]
+        inputs = [x.unsqueeze(0) if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1) for x in given]
         if len(inputs) == 1:
-            return list(
-                affine(self, inputs[0], self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-            )
+            return list(affine(self, inputs[0], self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
         # All rows pass through one layer; unused outputs have zero derivatives.
-        y = affine(
-            self,
-            torch.cat([x.flatten(0, 1) for x in inputs]),
-            self.in_proj_weight,
-            self.in_proj_bias,
-        )
+        y = affine(self, torch.cat([x.flatten(0, 1) for x in inputs]), self.in_proj_weight, self.in_proj_bias)
         parts = [
             part.view(*x.shape[:2], -1).chunk(3, dim=-1)
             for part, x in zip(y.split([x.shape[:2].numel() for x in inputs]), inputs, strict=True)
@@ -113,22 +83,15 @@ def _masks(
     need_weights: bool,
     is_causal: bool,
 ) -> tuple[bool, Tensor | None]:
-    """Return (whether the kernel applies the causal mask, what to add to the scores B x H x T x S).
-    """
+    """Return (whether the kernel is causal, what to add to the scores B x H x T x S)."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     key_padding_mask = functional._canonical_mask(
-        key_padding_mask,
-        "key_padding_mask",
-        functional._none_or_dtype(attn_mask),
-        "attn_mask",
-        query.dtype,
+        key_padding_mask, "key_padding_mask", functional._none_or_dtype(attn_mask), "attn_mask", query.dtype
     )
     if is_causal and key_padding_mask is None and not need_weights:
         return True, None
-    mask = functional._canonical_mask(
-        attn_mask, "attn_mask", None, "", query.dtype, check_other=False
-    )
+    mask = functional._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, check_other=False)
     if mask is not None and mask.ndim == 3:
         mask = mask.unflatten(0, (-1, layer.num_heads))
     if key_padding_mask is not None:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.parallel import DistributedDataParallel
 
 from ngsgd.errors import ConfigError
 from ngsgd.optim.layers.common import LayerPreconditioner
@@ -56,7 +55,8 @@ class NaturalGradientLayer(nn.Module):
         None for a replaced weight, as under `torch.func.functional_call`.
         """
         preconditioner = self.preconditioner
-        preconditioner.context.ddp = DistributedDataParallel._active_ddp_module
+        preconditioner.context.queue.fork()
+        preconditioner.context.note_ranks()
         return preconditioner if preconditioner.weight is weight else None
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ngsgd.errors import ArgumentError
+from ngsgd.preconditioners.fisher_stack import Number
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
@@ -35,11 +38,36 @@ class FisherSettings:
     num_samples_history: float = 2000.0
     alpha: float = 4.0
     schedule: str = "nnet3"
+    update: str = "auto"
 
     def __post_init__(self) -> None:
         if self.rank_in < 1 or self.rank_out < 1:
             raise ArgumentError(f"Invalid rank_in, rank_out: {self.rank_in}, {self.rank_out}; both must be at least 1")
-        OnlineNaturalGradient(1, self.update_period, self.num_samples_history, alpha=self.alpha, schedule=self.schedule)
+        OnlineNaturalGradient(1, self.update_period, self.num_samples_history, alpha=self.alpha, schedule=self.schedule,
+                              update=self.update)
+
+
+class Ranks(NamedTuple):
+    """Processes that train one model together."""
+
+    # sums a contiguous tensor of the device over the ranks, in place
+    sum_in_place: Callable[[Tensor], object]
+    device: torch.device
+    size: int
+    # whether gradients are means over ranks, not sums
+    averages: bool
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of tensors over the ranks, those of one dtype by one call."""
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[place].reshape(-1) for place in places])
+            on_device = flat.to(self.device)
+            self.sum_in_place(on_device)
+            parts = on_device.to(flat.device).split([tensors[place].numel() for place in places])
+            found.update((place, part.view(tensors[place].shape)) for place, part in zip(places, parts, strict=True))
+        return [found[place] for place in range(len(tensors))]
 
 
 class Scratch:
@@ -100,6 +128,8 @@ class LayerContext:
     sums_row_products: bool = False
     # Gradients stay plain; the estimates only read the rows.
     observes: bool = False
+    # whether the loss is a sum over samples, not a mean
+    is_sum: bool = False
     on_nonfinite: str = "skip"
     grad_scaler: Any = None           # torch.amp.GradScaler
     # in the next backward pass; costs a plain gradient
@@ -117,12 +147,34 @@ class LayerContext:
     num_mean_rows: int = 0
     # the weight of the layer of the last pass
     last_weight: Tensor | None = None
-    # the DistributedDataParallel module that ran the last forward pass
-    ddp: Any = None
-    # a BatchedPass, for layers on a device
+    # a weak reference to the DistributedDataParallel module that ran the last such forward pass
+    module: Any = None
+    # those of another loop that sums gradients
+    given_ranks: Ranks | None = None
+    # a BatchedPass, for layers on a device, and a SharedPass, for those under DDP
     batch: Any = None
+    shared: Any = None
     scratch: Scratch = field(default_factory=Scratch)
     queue: UpdateQueue = field(default_factory=lambda: UpdateQueue(deferred=True))
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that train one model together; None without any.
+
+        A pass outside of DistributedDataParallel does not end this: estimates must stay equal.
+        """
+        module = None if self.module is None or not torch.distributed.is_initialized() else self.module()
+        if module is None:
+            return self.given_ranks
+        group = module.process_group
+        return Ranks(partial(torch.distributed.all_reduce, group=group), next(module.parameters()).device,
+                     torch.distributed.get_world_size(group), True)
+
+    def note_ranks(self) -> None:
+        """Note the module at the begin of a forward pass."""
+        active = DistributedDataParallel._active_ddp_module
+        if active is not None:
+            self.module = weakref.ref(active)
 
     def loss_scale(self) -> Tensor | float:
         """Factor in the derivatives of this backward pass."""
@@ -133,15 +185,14 @@ class LayerContext:
         return 1.0 if scale is None else scale
 
     def preconditioner(self, rank: int, dim: int, settings: FisherSettings, *,
-                       num_minibatches_history: float = 0.0,
-                       update_period: int | None = None) -> OnlineNaturalGradient:
+                       num_minibatches_history: float = 0.0) -> OnlineNaturalGradient:
         """Create a Fisher estimate for rows of dimension `dim`, with rank at most (dim + 1) / 2 as
         in Kaldi.
         """
-        estimate = OnlineNaturalGradient(min(rank, (dim + 1) // 2), update_period or settings.update_period,
+        estimate = OnlineNaturalGradient(min(rank, (dim + 1) // 2), settings.update_period,
                                          settings.num_samples_history, num_minibatches_history, settings.alpha,
-                                         schedule=settings.schedule, relative_floor=True, on_nonfinite=self.on_nonfinite,
-                                         queue=self.queue)
+                                         schedule=settings.schedule, relative_floor=True, update=settings.update,
+                                         on_nonfinite=self.on_nonfinite, queue=self.queue)
         estimate.dim = dim
         return estimate
 
@@ -164,6 +215,11 @@ class LayerPreconditioner:
         self._register()
         # the parameter whose gradients are preconditioned
         self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        # the weight is inputs x outputs
+        self.is_transposed = False
+        # Several layers have this weight; each rank then has separate estimates.
+        self.is_tied = False
         # autograd task of the last backward pass
         self._task: int | None = None
         # Set if a compiled graph needs the node below.
@@ -180,7 +236,7 @@ class LayerPreconditioner:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no layer.
-        return {**self.__dict__, "weight": None, "node": None}
+        return {**self.__dict__, "weight": None, "bias": None, "node": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -205,7 +261,32 @@ class LayerPreconditioner:
         if task != self._task and self.context.num_steps and self.weight is not None and self.weight.grad is None:
             for side in self.sides.values():
                 side.withdraw()
+        if task != self._task and self.is_shared and self.weight is not None and self.weight.grad is None:
+            context.shared.drop(self)
         self._task = task
+
+    @property
+    def leaf(self) -> Tensor:
+        """The weight of the layer, which has one."""
+        assert self.weight is not None
+        return self.weight
+
+    # whether estimates are of rows of a pass, or of the gradient
+    reads_rows = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of DistributedDataParallel have one estimate of all their rows."""
+        return not self.is_tied and self.context.ranks is not None
+
+    def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
+        """Precondition `grad` of the parameters, the plain mean over ranks.
+
+        Args:
+            scales: gamma (38) of the sides that have an estimate.
+            db_O: plain gradient of a frozen bias.
+        """
+        raise NotImplementedError
 
     def _register(self) -> None:
         self.number = next(_numbers)
@@ -213,8 +294,7 @@ class LayerPreconditioner:
         self.number_tensor = torch.tensor(self.number)
         _by_number[self.number] = self
 
-    def sync_hyperparameters(self, alpha: float, update_period: int,
-                             num_samples_history: float) -> None:
+    def sync_hyperparameters(self, alpha: float, update_period: int, num_samples_history: float) -> None:
         """Apply settings that may change during training."""
         if self.needs_node and self.weight is not None and self._node_is_for != (self.weight.dtype, self.weight.device):
             self._node_is_for = self.weight.dtype, self.weight.device
@@ -222,8 +302,9 @@ class LayerPreconditioner:
         for side in self.sides.values():
             if side.smoothing.alpha != alpha:
                 side.set_alpha(alpha)
+            side.update_period = update_period
             if not side.num_minibatches_history:
-                side.update_period, side.num_samples_history = update_period, num_samples_history
+                side.num_samples_history = num_samples_history
 
     def pop_row_products(self) -> tuple[Tensor | None, Tensor | float]:
         """Return the sum for the limit of C.3 and its number of rows, and reset both."""
@@ -261,11 +342,6 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def mean_over_ranks(context: LayerContext, values: Tensor) -> Tensor:
-    """Return the mean over the ranks of DistributedDataParallel; unchanged without it."""
-    if context.ddp is None:
-        return values
-    group = context.ddp.process_group
-    device = values.device if values.device.type != "cpu" else next(context.ddp.parameters()).device
-    total = values.to(device, copy=True)
-    torch.distributed.all_reduce(total, group=group)
-    return (total / torch.distributed.get_world_size(group)).to(values.device)
+    """Return the mean over the ranks; unchanged without any."""
+    ranks = context.ranks
+    return values if ranks is None else ranks.sums([values])[0] / ranks.size

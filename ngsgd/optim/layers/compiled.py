@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ngsgd.ops import gemm
 from ngsgd.optim.layers import convolution, linear, scale_offset
@@ -25,7 +24,7 @@ from ngsgd.optim.layers.common import cast, layer_of, without_autocast
 def _note_ranks(number: Tensor) -> None:
     """Note the DistributedDataParallel module of a forward pass; not while it is traced."""
     if type(number) is Tensor:
-        layer_of(int(number)).context.ddp = DistributedDataParallel._active_ddp_module
+        layer_of(int(number)).context.note_ranks()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
@@ -63,8 +62,7 @@ def _register(name: str, forward: Callable[..., Tensor], gradients: Callable[...
             dW, db = gradients(layer if not is_frozen and adds_to_grad(layer) else None, x, dY, weight, geometry, has_bias)
         assert dW is not None
         # Empty without a bias, because an operator returns tensors; strides are those of `fake`.
-        return (dW.to(weight.dtype).contiguous(),
-                weight.new_empty(0) if db is None else db.to(weight.dtype).contiguous())
+        return (dW.to(weight.dtype).contiguous(), weight.new_empty(0) if db is None else db.to(weight.dtype).contiguous())
 
     def fake(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
              has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
@@ -74,9 +72,7 @@ def _register(name: str, forward: Callable[..., Tensor], gradients: Callable[...
             weight.new_empty((weight.shape if is_gain else weight.shape[:1]) if has_bias else 0),
         )
 
-    gradients_operator = torch.library.custom_op(
-        f"ngsgd::{name}_gradients", of_parameters, mutates_args=()
-    )
+    gradients_operator = torch.library.custom_op(f"ngsgd::{name}_gradients", of_parameters, mutates_args=())
     gradients_operator.register_fake(fake)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,7 +11,7 @@ Letters: B sequences, T frames, C channels in, O out, K taps; N = B T rows, I = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,14 @@ from ngsgd.optim.layers.common import (
     upcast,
     without_autocast,
 )
-from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, ObservedLinear
+from ngsgd.preconditioners.fisher_stack import Number
+from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Maximum rank on both sides, as in Kaldi.
 _MAX_RANK = 80
-# One gradient is one sample, so the time constant is in minibatches, as in Kaldi.
+# One gradient is one sample, so the time constant is in updates of the estimates. Kaldi's period is
+# 1.
 _NUM_MINIBATCHES_HISTORY = 4.0
 
 
@@ -49,7 +52,7 @@ class Geometry(NamedTuple):
         """Create from one flat list, which operators take."""
         *slides, groups = numbers
         n = len(slides) // 3
-        return cls(tuple(slides[:n]), tuple(slides[n:2 * n]), tuple(slides[2 * n:]), groups)
+        return cls(tuple(slides[:n]), tuple(slides[n : 2 * n]), tuple(slides[2 * n :]), groups)
 
     def flat(self) -> list[int]:
         """Return one flat list."""
@@ -69,37 +72,67 @@ class SplicedPreconditioner(KroneckerPreconditioner):
         dW_OI, db = self.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
         return dW_OI.view(weight.shape), db
 
-    def record(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry,
-               leaves: Leaves) -> None:
+    def record(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry, leaves: Leaves) -> None:
         """Defer the gradient to the end of the backward pass (see `batched`)."""
-        self.context.batch.record(self, splice(x, weight.shape[2], geometry),
-                                  dY.transpose(1, 2).reshape(-1, dY.shape[1]), leaves)
+        self.context.batch.record(
+            self, splice(x, weight.shape[2], geometry), dY.transpose(1, 2).reshape(-1, dY.shape[1]), leaves
+        )
+
+
+class ObservedTdnn(ObservedLinear, SplicedPreconditioner):
+    """Fisher estimates of spliced input frames of a Conv1d with one group; gradients are plain."""
 
 
 class FilterPreconditioner(LayerPreconditioner):
-    """Fisher estimates of rows of the parameter gradient (filters with bias), and of its transpose.
-    """
+    """Fisher estimates of rows of the gradient (filters with bias), and of its transpose."""
 
     needs_plain_gradient = True
 
-    def __init__(self, context: LayerContext, num_columns: int, num_filters: int, has_bias: bool,
-                 settings: FisherSettings) -> None:
+    def record(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry, leaves: Leaves) -> None:
+        """Defer the gradient to the end of the backward pass (see `batched`)."""
+        _, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, geometry, (False, True, self.has_bias))
+        assert dW is not None
+        self.context.batch.record_filters(self, dY, dW, db, leaves)
+
+    def __init__(
+        self, context: LayerContext, num_columns: int, num_filters: int, has_bias: bool, settings: FisherSettings
+    ) -> None:
         def side(dim: int) -> Any:
-            return context.preconditioner(_MAX_RANK, dim, settings,
-                                          num_minibatches_history=_NUM_MINIBATCHES_HISTORY,
-                                         update_period=1)
-        super().__init__(context, {"filters": side(num_columns + has_bias),
-                                   "columns": side(num_filters)})
+            return context.preconditioner(_MAX_RANK, dim, settings, num_minibatches_history=_NUM_MINIBATCHES_HISTORY)
+
+        super().__init__(context, {"filters": side(num_columns + has_bias), "columns": side(num_filters)})
         self.has_bias = has_bias
 
+    # under DistributedDataParallel of the averaged gradient
+    reads_rows = False
+
     def gradient(self, dW: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Precondition the plain gradients."""
+        """Precondition the plain gradients; under DistributedDataParallel the step does it."""
+        if not self.is_shared:
+            return self._preconditioned(dW, db, self.context.loss_scale())
+        if self.bias is not None and not self.bias.requires_grad and db is not None:
+            self.context.shared.observe_bias(self, upcast(db) / self.context.loss_scale())
+        return dW, db
+
+    def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
+        """See the base class."""
+        assert self.leaf.grad is not None
+        own = self.bias.grad if self.bias is not None and self.bias.requires_grad else None
+        # the averaged gradient of a sum is smaller than the sum
+        ranks = self.context.ranks
+        scale = 1.0 / ranks.size if ranks is not None and ranks.averages and self.context.is_sum else 1.0
+        dW, db = self._preconditioned(self.leaf.grad, db_O if own is None else own, scale)
+        self.leaf.grad.copy_(dW)
+        if own is not None and db is not None:
+            own.copy_(db)
+
+    def _preconditioned(self, dW: Tensor, db: Tensor | None, loss_scale: Number) -> tuple[Tensor, Tensor | None]:
         P_OI = upcast(dW).reshape(dW.shape[0], -1)
         if db is not None:
             P_OI = torch.cat([P_OI, upcast(db)[:, None]], dim=1)
         scale: Tensor | float = 1.0
         for name in ("filters", "columns"):
-            call = self.sides[name].begin(P_OI, loss_scale=self.context.loss_scale())
+            call = self.sides[name].begin(P_OI, loss_scale=loss_scale)
             if call is not None:
                 P_OI, _, own_scale = call.preconditioned()
                 scale = scale * own_scale
@@ -124,9 +157,15 @@ class _Convolution(torch.autograd.Function):
     """A convolution with the preconditioned gradient instead of the plain one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-                layer: SplicedPreconditioner | FilterPreconditioner | None, geometry: Geometry,
-                dtype: torch.dtype | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: SplicedPreconditioner | FilterPreconditioner | None,
+        geometry: Geometry,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
         ctx.layer, ctx.geometry, ctx.has_bias = layer, geometry, bias is not None
         ctx.leaves = leaves_of(x, weight, bias, layer)
         ctx.input_dtype = x.dtype
@@ -144,31 +183,24 @@ class _Convolution(torch.autograd.Function):
         is_added = not is_differentiated(ctx) and is_added
         with without_autocast(dY.device.type):
             if is_added and batches(ctx):
-                dX = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry,
-                                      (needs_x, False, False))[0]
+                dX = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (needs_x, False, False))[0]
                 ctx.layer.record(x, dY, weight, ctx.geometry, ctx.leaves)
                 return None if dX is None else dX.to(ctx.input_dtype), None, None, None, None, None
             # A trainable bias with a frozen weight gets its plain gradient.
-            dX, dW, db = gradients(ctx.layer if is_added else None, x, weight, dY, ctx.geometry,
-                                   (needs_x, needs_weight, ctx.has_bias))
+            dX, dW, db = gradients(
+                ctx.layer if is_added else None, x, weight, dY, ctx.geometry, (needs_x, needs_weight, ctx.has_bias)
+            )
         return None if dX is None else dX.to(ctx.input_dtype), dW, db if needs_bias else None, None, None, None
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """Convolve as torch does, with 1 to 3 spatial dimensions."""
-    y: Tensor = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3](
-        x, weight, bias, *geometry
-    )
+    y: Tensor = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3](x, weight, bias, *geometry)
     return y
 
 
 def gradients(
-    layer: Any,
-    x: Tensor,
-    weight: Tensor,
-    dY: Tensor,
-    geometry: Geometry,
-    wanted: tuple[bool, bool, bool],
+    layer: Any, x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the needed ones of (dX, dW, db).
 
@@ -176,17 +208,16 @@ def gradients(
     """
     plain = layer is None or layer.needs_plain_gradient
     needs_x, needs_weight, has_bias = wanted
-    dX, dW, db = _plain_gradients(
-        x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain)
-    )
+    dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain))
     if layer is not None:
         layer.begin_pass(dY, dY.numel() // dY.shape[1])
         dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, geometry)
     return dX, dW, db
 
 
-def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
-                     wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _plain_gradients(
+    x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return torch's own gradients of input, weight and bias."""
     if not any(wanted):
         return None, None, None
@@ -227,12 +258,7 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
         weight = self.weight
         if torch.compiler.is_compiling():
             y: Tensor = torch.ops.ngsgd.convolution(
-                x,
-                weight,
-                self.bias,
-                self.preconditioner.number_tensor,
-                geometry.flat(),
-                compute_dtype(input),
+                x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(), compute_dtype(input)
             )
         else:
             y = _Convolution.apply(

@@ -7,15 +7,16 @@ Letters: N rows, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
+from ngsgd.ops.fisher_projection import PreconditionContext, row_norms, sum_sq_of_residual
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
-from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionContext
-
-# Fraction of tr Y Y^T that leaves five digits of a float32 difference.
-_MIN_NORM_LEFT = 1e-2
+from ngsgd.preconditioners.fisher_stack import Number
+from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 
 class KroneckerPreconditioner(LayerPreconditioner):
@@ -32,6 +33,8 @@ class KroneckerPreconditioner(LayerPreconditioner):
 
     def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (weight gradient O x I, bias gradient O or None), preconditioned on both sides."""
+        if self.is_shared:
+            return self.shared_gradient(X_NI, dY_NO)
         dtype = X_NI.dtype
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
         X_NI, one_N, num_rows = self.counted(X_NI, dY_NO)
@@ -60,6 +63,36 @@ class KroneckerPreconditioner(LayerPreconditioner):
             self.output_side.finish(correction)
         return gradient
 
+    def shared_gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the plain gradients; keep the moments of the rows for the step."""
+        dW_OI, db_O = gemm.mm(dY_NO.T.to(X_NI.dtype), X_NI), dY_NO.sum(dim=0)
+        if self.bias is not None and not self.bias.requires_grad:
+            self.context.shared.observe_bias(self, upcast(db_O) / self.context.loss_scale())
+        X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
+        X_NI, one_N, num_rows = self.counted(X_NI, dY_NO)
+        shared, keeps_rows = self.context.shared, self.context.sums_row_products
+        one_N = one_N if self.input_side.dim != X_NI.shape[1] else None
+        shared.observe(self.input_side, X_NI, one_N, num_rows, keeps_rows=keeps_rows)
+        shared.observe(self.output_side, dY_NO, None, num_rows, keeps_rows=keeps_rows)
+        return dW_OI, db_O if self.has_bias else None
+
+    def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
+        """See the base class."""
+        assert self.leaf.grad is not None
+        plain_OI = upcast(self.leaf.grad.T if self.is_transposed else self.leaf.grad.flatten(1))
+        if self.bias is not None and self.bias.requires_grad and self.bias.grad is not None:
+            db_O = self.bias.grad
+        P_OD = plain_OI if db_O is None else torch.cat([plain_OI, db_O[:, None].to(plain_OI)], dim=1)
+        P_OD = without_large_directions(P_OD, self.output_side, self.input_side)
+        for scale in scales.values():
+            P_OD = P_OD * scale
+        dW_OI = P_OD[:, :plain_OI.shape[1]]
+        if self.context.measures_cosine:
+            self.cosine = torch.nn.functional.cosine_similarity(dW_OI.reshape(-1), plain_OI.reshape(-1), dim=0)
+        self.leaf.grad.copy_(dW_OI.T if self.is_transposed else dW_OI.reshape(self.leaf.shape))
+        if self.bias is not None and self.bias.requires_grad and self.bias.grad is not None:
+            self.bias.grad.copy_(P_OD[:, -1])
+
     def find_output_rows(self, outputs: PreconditionContext | None, dY_NO: Tensor,
                      factors: bool) -> tuple[Tensor, Tensor | float, PreconditionContext | None]:
         """Precondition the output derivatives, or defer the correction to the weight gradient.
@@ -70,10 +103,9 @@ class KroneckerPreconditioner(LayerPreconditioner):
         """
         if outputs is None:
             return dY_NO, 1.0, None
-        if factors:
-            sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
-            # Otherwise it is a small difference of large numbers.
-            if sum_sq_hat > _MIN_NORM_LEFT * outputs.projection.sum_sq:
+        if factors and not self.output_side.is_polar:
+            sum_sq_hat = sum_sq_of_residual(outputs.projection, self.output_side.gram())
+            if sum_sq_hat is not None:
                 return dY_NO, outputs.scale(sum_sq_hat), outputs
         dYhat_NO, _, scale = outputs.preconditioned(self.context.scratch.like("outputs", dY_NO))
         self.output_side.finish(outputs)
@@ -90,12 +122,36 @@ class KroneckerPreconditioner(LayerPreconditioner):
 
     def _sum_row_products(self, Xhat_NI: Tensor, one_hat_N: Tensor | None, dYhat_NO: Tensor, num_rows: Tensor | float,
                           scale: Tensor | float, loss_scale: Tensor | float) -> None:
-        sum_sq_N = Xhat_NI.square().sum(dim=1)
-        if one_hat_N is not None:
-            sum_sq_N += one_hat_N.square()
-        total = torch.dot(sum_sq_N.sqrt(), torch.linalg.vector_norm(dYhat_NO, dim=1)) * scale / loss_scale
+        norms_N = row_norms(Xhat_NI, one_hat_N)
+        total = torch.dot(norms_N, torch.linalg.vector_norm(dYhat_NO, dim=1)) * scale / loss_scale
         self.row_products = total if self.row_products is None else self.row_products + total
         self.num_rows = self.num_rows + num_rows
+
+
+class ObservedLinear(KroneckerPreconditioner):
+    """Fisher estimates of input rows, without the 1 of the bias, and of derivative rows.
+
+    Gradients are plain; optimizers such as NaturalMuon apply the estimates in their step.
+    """
+
+    def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
+        """Leave the gradient plain."""
+
+    def __init__(self, context: LayerContext, num_inputs: int, num_outputs: int, has_bias: bool, settings: FisherSettings) -> None:
+        super().__init__(context, num_inputs, num_outputs, False, settings)
+        self.has_bias = has_bias
+
+    def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the plain (weight gradient O x I, bias gradient O or None)."""
+        if self.is_shared:
+            return self.shared_gradient(X_NI, dY_NO)
+        dW_OI = dY_NO.T @ X_NI
+        db_O = dY_NO.sum(dim=0) if self.has_bias else None
+        X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
+        X_NI, _, num_rows = self.counted(X_NI, dY_NO)
+        self.input_side.observe(X_NI, num_rows=num_rows)
+        self.output_side.observe(dY_NO, num_rows=num_rows, loss_scale=self.context.loss_scale())
+        return dW_OI, db_O
 
 
 def _input_rows(call: PreconditionContext | None, X_NI: Tensor, one_N: Tensor | None,
@@ -115,13 +171,16 @@ def is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> boo
     return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
 
 
-def _sum_sq_hat(outputs: PreconditionContext, side: OnlineNaturalGradient) -> Tensor | float:
-    """Return tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 |H|^2 + tr(H W W^T H^T)."""
-    h = outputs.projection.H_NR.reshape(-1)
-    taken = 2.0 * torch.dot(h, h) - torch.dot(h,
-                                              torch.mm(outputs.projection.H_NR,
-                                                       side.gram()).view(-1))
-    return outputs.projection.sum_sq - (taken.item() if taken.is_cpu else taken)
+def without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
+    """Multiply u by the inverse Fisher matrices of both sides, up to a factor."""
+    x_OI = upcast(u_OI)
+    if (factors := inputs.factors) is not None:
+        left_RI, right_RI = (factor.to(x_OI) for factor in factors)
+        x_OI = torch.addmm(x_OI, x_OI @ left_RI.T, right_RI, alpha=-1)
+    if (factors := outputs.factors) is not None:
+        left_RO, right_RO = (factor.to(x_OI) for factor in factors)
+        x_OI = torch.addmm(x_OI, right_RO.T, left_RO @ x_OI, alpha=-1)
+    return x_OI.to(u_OI.dtype)
 
 
 def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, scale: Tensor | float,
@@ -134,15 +193,13 @@ def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, scale:
     if dtype != Xhat_NI.dtype:
         dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
     else:
-        taken_RI = None if correction is None else gemm.mm(correction.projection.H_NR.T,
-                                                           Xhat_NI).mul_(scale)
+        taken_RI = None if correction is None else gemm.mm(correction.projection.H_NR.T, Xhat_NI).mul_(scale)
         dW_OI = gemm.scaled_mm(dYhat_NO.T, Xhat_NI, scale)
         if correction is not None and taken_RI is not None:
-            dW_OI = gemm.sub_matmul(dW_OI, correction.W_RD.T, taken_RI, dW_OI)
+            dW_OI = gemm.sub_matmul(dW_OI, correction.estimate.right_RD.T, taken_RI, dW_OI)
     if one_hat_N is None:
         return dW_OI, None
     if correction is None:
         return dW_OI, gemm.scaled_mv(dYhat_NO.T, one_hat_N, scale)
     db_O = torch.mv(dYhat_NO.T, one_hat_N.mul_(scale))
-    return dW_OI, db_O.addmv_(correction.W_RD.T, torch.mv(correction.projection.H_NR.T, one_hat_N),
-                              alpha=-1)
+    return dW_OI, db_O.addmv_(correction.estimate.right_RD.T, torch.mv(correction.projection.H_NR.T, one_hat_N), alpha=-1)

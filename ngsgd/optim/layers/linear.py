@@ -46,15 +46,15 @@ class _Affine(torch.autograd.Function):
             is_needed, is_added = asked_for(ctx, 1)
             is_added = not is_differentiated(ctx) and is_added
             if is_added and batches(ctx):
-                ctx.layer.context.batch.record(
-                    ctx.layer, gemm.rows_of(x), gemm.rows_of(dY), ctx.leaves)
+                ctx.layer.context.batch.record(ctx.layer, gemm.rows_of(x), gemm.rows_of(dY), ctx.leaves)
                 return dX, None, None, None, None, None
             dW, db = gradients(ctx.layer if is_added else None, x, dY, is_needed, ctx.needs_input_grad[2])
         return dX, dW.T if dW is not None and ctx.is_transposed else dW, db, None, None, None
 
 
-def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool,
-              needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+def gradients(
+    layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Return (dW, db), None if not needed.
 
     Plain without a layer, and for a bias with frozen weight.
@@ -68,18 +68,14 @@ def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, need
     return dW, db if needs_bias else None
 
 
-def affine(layer: NaturalGradientLayer, x: Tensor, weight: Tensor, bias: Tensor | None, *,
-           is_transposed: bool = False) -> Tensor:
+def affine(
+    layer: NaturalGradientLayer, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool = False
+) -> Tensor:
     """Return x W^T + b (or x W + b), with the natural gradient of `layer`, whose leaf is W."""
     y: Tensor
     if torch.compiler.is_compiling():
         y = torch.ops.ngsgd.linear(
-            x,
-            weight.T if is_transposed else weight,
-            bias,
-            layer.preconditioner.number_tensor,
-            [],
-            compute_dtype(x),
+            x, weight.T if is_transposed else weight, bias, layer.preconditioner.number_tensor, [], compute_dtype(x)
         )
     else:
         y = _Affine.apply(

@@ -1,23 +1,22 @@
-"""Number of samples of the mean losses whose gradients an optimizer steps along.
-
-Python sees all backward passes in `torch.autograd._engine_run_backward`, which `torch.compiler`
-replaces in the same way. It is replaced at the first optimizer with a mean loss.
+"""Number of samples of the mean losses whose gradients an optimizer steps along, from all calls
+of `torch.autograd._engine_run_backward`, which is replaced as `torch.compiler` does.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ngsgd.errors import ConfigError
-from ngsgd.optim.mean_loss import replicas
 from ngsgd.optim.mean_loss.loss_shape import LossShape, loss_shape, nodes_of
 
 # Its type stubs lack the function.
@@ -58,13 +57,8 @@ class _Pass(NamedTuple):
 class LossRows:
     """Counts the samples of the mean losses whose gradients are in the `grad` of parameters.
 
-    Passes whose gradients were cleared do not count. Passes that end in one layer are added, as
-    accumulation needs. Passes through a retained graph are of the same samples, as those of several
-    heads. Others that end in different layers may be of the same samples or not: the number is not
-    known.
-
-    Args:
-        context: LayerContext of the optimizer.
+    Passes whose gradients were cleared do not count, those that end in one layer are added, and
+    those through a retained graph are of the same samples. Of others the number is not known.
     """
 
     def __init__(self, context: Any) -> None:
@@ -74,7 +68,7 @@ class LossRows:
         # by id: all parameters, and those whose steps depend on the number of samples
         self.parameters: dict[int, Tensor] = {}
         self.scaled: dict[int, Tensor] = {}
-        replicas.observe()
+        observe_replicas()
         if not getattr(_autograd._engine_run_backward, "_is_of_ngsgd", False):
             _autograd._engine_run_backward = _reported(_autograd._engine_run_backward)
         _observers.append(weakref.ref(self, _observers.remove))
@@ -85,11 +79,7 @@ class LossRows:
             self._minibatches, self._gradients = [], {}
 
     def number(self) -> int:
-        """Return the number of samples since the last step.
-
-        Raises:
-            ConfigError: it is not known.
-        """
+        """Return the number of samples since the last step; ConfigError if it is not known."""
         total, reason = 0, "" if self._minibatches else "no backward pass of a loss was seen since the last step"
         for one in self._minibatches:
             reason = reason or one.shape.reason
@@ -121,7 +111,6 @@ class LossRows:
         return user
 
     def _add(self, parameter: int, user: Any, done: _Pass) -> None:
-        """Count a pass after others."""
         shape, passes = done.shape, {done.number} if done.number else set[int]()
         marks = set[int]()
         if any(one.passes for one in self._minibatches):
@@ -151,10 +140,7 @@ class LossRows:
             last.shape = LossShape((last.shape.num_rows or 0) + (shape.num_rows or 0))
 
     def _nearest(self, done: _Pass, has_reached: bool) -> tuple[Tensor | None, Any]:
-        """Return (the parameter of the optimizer next to the loss, the operation that uses it).
-
-        Reentrant checkpoints hide their layers; the last of them stands for these.
-        """
+        """Return (the parameter of the optimizer next to the loss, the operation that uses it)."""
         # A pass may have reached AdamW layers alone.
         parameters = self.parameters if has_reached else self.scaled
         if not parameters:
@@ -173,6 +159,7 @@ class LossRows:
                 elif ((p := parameters.get(id(child.variable))) is not None and p.numel()
                       and (allowed is None or id(p) in allowed)):
                     return p, node
+            # Reentrant checkpoints hide their layers; the last of them stands for these.
             hides_layers = hides_layers or type(node).__name__.startswith("CheckpointFunction")
         return (self._context.last_weight if hides_layers and has_reached else None), None
 
@@ -181,15 +168,6 @@ class LossRows:
 # next parameter they use.
 _PASS, _HEAD = "ngsgd.pass", "ngsgd.head"
 _numbers = itertools.count(1)
-
-
-def _mark(done: _Pass, users: Sequence[Any]) -> None:
-    """Note the pass in the operations of its graph."""
-    for node in nodes_of([output.grad_fn for output in done.outputs]):
-        node.metadata[_PASS] = done.number
-    for user in users:
-        if user is not None:
-            user.metadata[_HEAD] = {*user.metadata.get(_HEAD, ()), done.number}
 
 
 def _is_cleared(gradient: _Gradient) -> bool:
@@ -221,8 +199,41 @@ def _reported(original: Any) -> Any:
         done = _Pass(outputs, shape, args[3] if len(args) > 3 else (), next(_numbers) if keeps else 0)
         users = [rows.after_pass(num_passes, done) for rows, num_passes in before]
         if done.number:
-            _mark(done, users)
+            # Note the pass in the operations of its graph.
+            for node in nodes_of([output.grad_fn for output in outputs]):
+                node.metadata[_PASS] = done.number
+            for user in (user for user in users if user is not None):
+                user.metadata[_HEAD] = {*user.metadata.get(_HEAD, ()), done.number}
         return result
 
     run._is_of_ngsgd = True  # type: ignore[attr-defined]
     return run
+
+
+# DistributedDataParallel modules of this process
+_modules = weakref.WeakSet[DistributedDataParallel]()
+
+
+def observe_replicas() -> None:
+    """Register all DistributedDataParallel modules, also those that are created later."""
+    original = DistributedDataParallel.__init__
+    if getattr(original, "_is_of_ngsgd", False):
+        return
+
+    @functools.wraps(original)
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _modules.add(self)
+
+    init._is_of_ngsgd = True  # type: ignore[attr-defined]
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    # Modules from before the first optimizer. isinstance would call __class__ of proxies.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _modules.update(found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel))
+
+
+def module_around(parameters: Container[int]) -> DistributedDataParallel | None:
+    """Return the module that averages gradients of one of the parameters, given by their ids."""
+    if not _modules:
+        return None
+    return next((module for module in _modules if any(id(p) in parameters for p in module.parameters())), None)

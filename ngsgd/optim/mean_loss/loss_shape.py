@@ -1,9 +1,6 @@
-"""Number of samples of a mean loss, read from the graph of its backward pass.
-
-The loss is at the root of the graph. From there, a walk through scalar operations (sums, factors,
-casts) reaches the nodes of loss functions, whose input has the shape of the target. Rows of a
-cross-entropy are all its positions, also ignored ones. Other elementwise losses have a row for each
-output of the layer next to them. CTC has one for each sequence.
+"""Number of samples of a mean loss, from the loss functions that its graph reaches through scalars.
+Rows of a cross-entropy are all its positions, those of CTC are sequences. Other elementwise losses
+have a row for each output of the layer next to them.
 """
 
 from __future__ import annotations
@@ -108,18 +105,14 @@ def _terms(roots: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, l
             if _numel(edge) == 1:
                 is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
                 terms += [None if is_custom and len(_shape(child)) > 2 else child for child in children if _numel(child) > 1]
-            has_factor = has_factor or (_numel(edge) == 1 and _is_factor(node))
+            # An operation that multiplies a number: a weight, or a mean of losses.
+            is_factor = name.startswith(("Mul", "Div"))
+            if name.startswith("Mean") and (below := node.next_functions[0][0]) is not None:
+                is_factor = below.name().startswith(("Stack", "Cat"))
+            has_factor = has_factor or (_numel(edge) == 1 and is_factor)
             stack += [(child, has_factor) for child in children]
         is_weighted = is_weighted and (has_factor or len(known) + len(terms) == before)
     return None if stack else known, terms, is_weighted
-
-
-def _is_factor(node: Any) -> bool:
-    """Return whether the operation multiplies a number: a weight, or a mean of losses."""
-    if node.name().startswith("Mean"):
-        below = node.next_functions[0][0]
-        return below is not None and bool(below.name().startswith(("Stack", "Cat")))
-    return bool(node.name().startswith(("Mul", "Div")))
 
 
 def _are_of_one_minibatch(edges: Sequence[_Edge | None]) -> bool:
@@ -198,10 +191,7 @@ def _sliced(edge: _Edge) -> Any:
 
 
 def _positions(edge: _Edge) -> int | None:
-    """Return the rows of a tensor of losses or outputs; 0 for a function of weights, None unknown.
-
-    The operation that made its features determines how many numbers belong to one row.
-    """
+    """Return rows of losses or outputs; 0 for a function of weights, None if unknown."""
     shape, size = _shape(edge), _numel(edge)
     for _ in range(_MOST_OPERATIONS):
         node, _ = edge

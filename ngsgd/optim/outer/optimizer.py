@@ -1,11 +1,7 @@
 """Outer optimizers: compute the next model from the weighted mean of the models of the jobs.
 
-B is the broadcast model (jobs start from it), W the model that is evaluated and saved. A rule
-(`ngsgd.optim.outer.rules`) works element by element, so chunks of the model can be processed by any
-number of threads with bitwise identical results. Arithmetic is float64, stored copies are float32,
-and the sum over jobs runs in job order.
-
-Source of the moving average of models: arXiv 1703.01024.
+B is the broadcast model, from which jobs start, W the one that is evaluated and saved. Float64
+sums run in job order, element by element. Source of the moving average: arXiv 1703.01024.
 """
 
 from __future__ import annotations
@@ -70,25 +66,21 @@ class OuterOptimizer:
         model = self.arrays["model"]
         found = np.empty_like(model) if out is None else out
         if found.shape != model.shape:
-            raise ValueError(f"the model has {len(model)} elements, but the output array "
-                             f"{found.shape}")
+            raise ValueError(f"the model has {len(model)} elements, but the output array {found.shape}")
 
         def write(part: slice) -> None:
             found[part] = self.rule.broadcast(self._read(part), self.numbers)
-        nothing = self._read(slice(0, 0))
-        # Jobs start from W, which is already float32.
-        if self.rule.broadcast(nothing, self.numbers) is nothing["model"]:
+        if self.broadcasts_model:
             np.copyto(found, model)
         else:
             self._share(write, self._chunks(slice(0, len(model))))
         return found
 
     @property
-    def takes_mean(self) -> bool:
-        """Whether the step is a function of the weighted mean, so that workers may send the mean
-        only.
-        """
-        return not hasattr(self.rule, "center")
+    def broadcasts_model(self) -> bool:
+        """Whether B is W, as stored."""
+        nothing = self._read(slice(0, 0))
+        return self.rule.broadcast(nothing, self.numbers) is nothing["model"]
 
     def eval_model(self) -> Array:
         """Return W, the model that is evaluated and saved, as a view that the next step changes."""
@@ -137,9 +129,24 @@ class OuterOptimizer:
                 self.arrays[name][part] = values
         self._share(advance, [(chunk, offset, is_statistic) for part, offset, is_statistic in _stretches(found, statistics)
                               for chunk in self._chunks(part)])
+        self._end_step(now, info)
+
+    def adopt(self, shards: Sequence[Mapping[str, Array]], info: OuterInfo) -> None:
+        """Take the arrays after a step that owners of consecutive `shards` of the model took."""
+        for name in ("model", *self.rule.buffers):
+            np.concatenate([shard[name] for shard in shards], out=self.arrays[name])
+        self._end_step(self.rule.coefficients(info, self.numbers), info)
+
+    def _end_step(self, now: dict[str, float], info: OuterInfo) -> None:
         self.numbers = now
         if self.ema_decay:
-            self._move_average(info.outer_iter)
+            # A plain mean over the first models: the random initial model must keep no weight.
+            decay = min(self.ema_decay, 1.0 - 1.0 / (info.outer_iter + 1))
+            model, average = self.arrays["model"], self.arrays["ema"]
+
+            def move(part: slice) -> None:
+                average[part] = decay * average[part].astype(np.float64) + (1.0 - decay) * model[part].astype(np.float64)
+            self._share(move, self._chunks(slice(0, len(model))))
 
     def put(self, part: slice, values: Array) -> None:
         """Replace a part of the model and reset its momentum and moving average."""
@@ -151,29 +158,14 @@ class OuterOptimizer:
         return {"arrays": dict(self.arrays), "numbers": dict(self.numbers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of the same rule, size and dtype.
-
-        Raises:
-            ValueError: the state belongs to another rule, size or dtype.
-        """
-        found = {name: f"{vector.dtype}{list(vector.shape)}" for name, vector in state["arrays"].items()}
-        wanted = {name: f"{vector.dtype}{list(vector.shape)}" for name, vector in self.arrays.items()}
+        """Load a state; ValueError if it belongs to another rule, size or dtype."""
+        found, wanted = ({name: f"{vector.dtype}{list(vector.shape)}" for name, vector in arrays.items()}
+                         for arrays in (state["arrays"], self.arrays))
         if found != wanted:
-            raise ValueError(f"the state belongs to another outer optimizer: it has {found}, "
-                             f"expected {wanted}")
+            raise ValueError(f"the state belongs to another outer optimizer: it has {found}, expected {wanted}")
         for name, vector in state["arrays"].items():
             self.arrays[name][:] = vector
         self.numbers = dict(state["numbers"])
-
-    def _move_average(self, outer_iter: int) -> None:
-        # A plain mean over the first models; otherwise the random initial model would keep a
-        # weight.
-        decay = min(self.ema_decay, 1.0 - 1.0 / (outer_iter + 1))
-        model, average = self.arrays["model"], self.arrays["ema"]
-
-        def move(part: slice) -> None:
-            average[part] = decay * average[part].astype(np.float64) + (1.0 - decay) * model[part].astype(np.float64)
-        self._share(move, self._chunks(slice(0, len(model))))
 
     def _read(self, part: slice) -> dict[str, Array]:
         return {name: self.arrays[name][part].astype(np.float64) for name in ("model", *self.rule.buffers)}
@@ -182,9 +174,7 @@ class OuterOptimizer:
         return [slice(first, min(first + self.chunk_size, part.stop)) for first in range(part.start, part.stop, self.chunk_size)]
 
     def _share(self, work: Callable[[_T], None], tasks: Sequence[_T]) -> None:
-        """Process elements in threads, with identical results for any number; NumPy releases the
-        GIL.
-        """
+        """Process elements in threads, with identical results; NumPy releases the GIL."""
         if self.num_threads == 1 or len(tasks) == 1:
             for task in tasks:
                 work(task)
@@ -196,10 +186,9 @@ class OuterOptimizer:
 def _require_vector(vector: Any, what: str) -> None:
     if not isinstance(vector, np.ndarray) or vector.ndim != 1:
         shape = f" of shape {list(vector.shape)}" if hasattr(vector, "shape") else ""
-        raise ConfigError(f"{what} is a {type(vector).__name__}{shape}; OuterOptimizer takes flat "
-                          "NumPy vectors. Convert with "
-                          "torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy() "
-                          "and back with vector_to_parameters().")
+        raise ConfigError(f"{what} is a {type(vector).__name__}{shape}; OuterOptimizer takes flat NumPy vectors. Convert "
+                          "with torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy() and back "
+                          "with vector_to_parameters().")
 
 
 def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array]) -> Pieces:
@@ -207,8 +196,7 @@ def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array])
     """
     lengths = {len(vector) for vector in vectors}
     if len(lengths) > 1 or (pieces is None and lengths != {size}):
-        raise ValueError(f"the vectors of the jobs have {sorted(lengths)} elements, the model "
-                         f"{size}")
+        raise ValueError(f"the vectors of the jobs have {sorted(lengths)} elements, the model {size}")
     # An empty list of pieces, unlike None, is an empty fragment.
     if pieces is None:
         return [(slice(0, size), slice(0, size))]
@@ -217,17 +205,14 @@ def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array])
     for part, source in ordered:
         is_there = part.start <= part.stop <= size and 0 <= source.start <= source.stop <= length
         if not is_there or part.stop - part.start != source.stop - source.start or part.start < filled:
-            raise ValueError(f"elements {part.start} to {part.stop} of a model of {size} cannot "
-                             f"come from {source.start} to {source.stop} of vectors of {length}; "
-                             f"earlier pieces end at {filled}")
+            raise ValueError(f"elements {part.start} to {part.stop} of a model of {size} cannot come from {source.start} to "
+                             f"{source.stop} of vectors of {length}; earlier pieces end at {filled}")
         filled = part.stop
     return ordered
 
 
 def _stretches(pieces: Pieces, statistics: Sequence[slice]) -> Iterator[tuple[slice, int, bool]]:
-    """Yield disjoint (part of the model, offset in the vectors of the jobs, whether it is a
-    statistic).
-    """
+    """Yield disjoint (part of the model, offset in the vectors of jobs, whether a statistic)."""
     edges = {edge for part in statistics for edge in (part.start, part.stop)}
     for part, source in pieces:
         inner = {edge for edge in edges if part.start < edge < part.stop}

@@ -11,7 +11,7 @@ Sources: Kaldi's nnet3-average; BMUF, Chen and Huo, ICASSP 2016; DiLoCo, arXiv 2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,8 +124,7 @@ class _BlockMomentum(_Rule):
 
 @dataclass(frozen=True)
 class BlockMomentum(_BlockMomentum):
-    """BMUF with the two parameters of the paper, in Nesterov's form (NBM) or the classical one
-    (CBM).
+    """BMUF with the two parameters of the paper, in Nesterov's (NBM) or the classical form (CBM).
 
     B of NBM follows Nesterov SGD of torch on -G with lr zeta and momentum eta, which is DiLoCo. W
     of CBM follows plain momentum of torch.
@@ -171,8 +170,7 @@ class Bmuf(_BlockMomentum):
         """Return eta for the current iteration."""
         gain = self.gain(info.num_jobs, info.num_outer_iters)
         if gain > max(1.0, info.num_outer_iters / _FILL):
-            # The requested gain is larger than the run can fill: increase momentum with its
-            # history.
+            # The requested gain is larger than the run can fill: momentum grows with its history.
             gain = min(gain, float(info.outer_iter + 1))
         return {"eta": 1.0 - 1.0 / gain}
 
@@ -217,10 +215,6 @@ class TakeMean(_Rule):
 
 def make_rule(config: OuterConfig) -> OuterRule:
     """Create the rule of a configuration."""
-    makers: dict[str, Callable[[], OuterRule]] = {
-        "average": Average,
-        "bmuf": lambda: Bmuf(config.gain),
-        "diloco": lambda: DiLoCo(config.lr, config.momentum),
-        "streaming": lambda: DiLoCo(config.lr, config.momentum),
-    }
-    return makers[config.kind]()
+    if config.kind == "average":
+        return Average()
+    return Bmuf(config.gain) if config.kind == "bmuf" else DiLoCo(config.lr, config.momentum)

@@ -7,8 +7,11 @@ factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.data.reader import Minibatch
-from ngsgd.pipeline.combination import lbfgs
-from ngsgd.pipeline.combination.held_out import HeldOut
-from ngsgd.pipeline.combination.records import Candidate, Combined, best, require_some
+from ngsgd.models import PNorm, Renormalize
+from ngsgd.pipeline.combination.models import Candidate, Combined, HeldOut, best, require_some
 from ngsgd.tasks.frame_scores import summed_loss
-from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 Array = npt.NDArray[np.float64]
+Function = Callable[[Array], tuple[float, Array]]  # x -> (value, gradient)
 
 # elements; the float64 copies of K models stay in the cache
 CHUNK_ELEMENTS = 1 << 16
@@ -41,8 +44,7 @@ def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluatio
     The result is the best of the optimum, the mean of all models and the newest model on the
     held-out frames; `chosen` names it. Weights need not sum to one. Statistics of batch
     normalization are fixed during the search and recomputed after it. Entries that training does
-    not change get the plain mean. All K models are in memory at once. One evaluation reads all of
-    them twice; the preconditioner once per `scatter_frames` frames.
+    not change get the plain mean. All K models are in memory at once.
 
     Args:
         models: newest first.
@@ -51,12 +53,11 @@ def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluatio
         memory: history size of L-BFGS.
         first_improvement: expected gain of the first step, nats per frame.
         scatter_frames: frames per gradient of the preconditioner.
-
-    Returns:
-        The combined model.
     """
     require_some(models)
-    models_KP = _stacked(models, held_out.layout.size)
+    models_KP = np.empty((len(models), held_out.layout.size), np.float32)
+    for row_P, model in zip(models_KP, models, strict=True):
+        row_P[:] = model.parameters(held_out.layout.size)
     weighted = WeightedLayers(models_KP, held_out)
     mean_KL = np.full(weighted.shape, 1.0 / len(models))
     newest_KL = np.zeros_like(mean_KL)
@@ -71,13 +72,6 @@ def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluatio
     return replace(best(tried), mean_objf={len(models): mean.objf, 1: newest.objf})
 
 
-def _stacked(models: Sequence[Candidate], size: int) -> npt.NDArray[np.float32]:
-    models_KP = np.empty((len(models), size), np.float32)
-    for row_P, model in zip(models_KP, models, strict=True):
-        row_P[:] = model.parameters(size)
-    return models_KP
-
-
 def _optimum(weighted: WeightedLayers, start_KL: Array, scatter_frames: int, max_evaluations: int, memory: int,
              first_improvement: float) -> Array:
     """Optimize the weights in the space where the scatter of their gradients is the identity."""
@@ -90,8 +84,8 @@ def _optimum(weighted: WeightedLayers, start_KL: Array, scatter_frames: int, max
         objf, gradient_KL = weighted.objf_and_gradient(weights(x_M))
         return objf, np.asarray(np.linalg.solve(C_MM, gradient_KL.reshape(-1)))  # C^-1 g
 
-    found = lbfgs.maximize(function, C_MM.T @ start_KL.reshape(-1), max_evaluations=max_evaluations, memory=memory,
-                           first_improvement=first_improvement)
+    found = maximize(function, C_MM.T @ start_KL.reshape(-1), max_evaluations=max_evaluations,
+                     memory=memory, first_improvement=first_improvement)
     return weights(found.x_D)
 
 
@@ -107,10 +101,7 @@ def preconditioner(scatter_MM: Array) -> Array:
 
 
 def updatable_layers(model: nn.Module) -> dict[str, list[str]]:
-    """Module name -> names of its direct trainable parameters.
-
-    Shared parameters belong to the first module.
-    """
+    """Module name -> its direct trainable parameters; shared ones are in the first module."""
     layers: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -191,7 +182,11 @@ class WeightedLayers:
         for index, (names, of_layer) in enumerate(zip(self.layers.values(), gradients, strict=True)):
             for name, gradient in zip(names, of_layer, strict=True):
                 g_P = gradient.double().cpu().numpy().reshape(-1)
-                dots_KL[:, index] += _times(self.models_KP[:, self.held_out.layout.part(name)], g_P)
+                models_KP = self.models_KP[:, self.held_out.layout.part(name)]
+                product_K = np.zeros(len(models_KP))
+                for part in _chunks(len(g_P)):
+                    product_K += models_KP[:, part].astype(np.float64) @ g_P[part]
+                dots_KL[:, index] += product_K
         return dots_KL
 
 
@@ -202,12 +197,135 @@ def _weighted_sum(weights_K: Array, models_KP: npt.NDArray[np.float32]) -> Array
     return sum_P
 
 
-def _times(models_KP: npt.NDArray[np.float32], vector_P: Array) -> Array:
-    product_K = np.zeros(len(models_KP))
-    for part in _chunks(len(vector_P)):
-        product_K += models_KP[:, part].astype(np.float64) @ vector_P[part]
-    return product_K
-
-
 def _chunks(size: int) -> Iterator[slice]:
     return (slice(first, first + CHUNK_ELEMENTS) for first in range(0, size, CHUNK_ELEMENTS))
+
+
+# L-BFGS -------------------------------------------------------------------------------------------
+# Algorithm 7.4 and equation (7.20) of Nocedal and Wright, Numerical Optimization, 2nd edition, with
+# the settings of OptimizeLbfgs in Kaldi (matrix/optimization.h), among them a first step with a
+# given expected gain. Steps satisfy the weak Wolfe conditions. They are found by doubling, then
+# bisection of the interval between too short and too long. Letters: x a point, g its gradient,
+# s a step, y the decrease of the gradient over it; D dimensions.
+
+_C1, _C2 = 1e-4, 0.9
+# relative to the value: a smaller gain is lost in rounding
+_PRECISION = 1e-10
+
+
+class Point(NamedTuple):
+    """An evaluation of the function."""
+
+    x_D: Array
+    value: float  # minus infinity if value or gradient is not finite
+    g_D: Array
+
+
+def maximize(function: Function, start_D: Array, *, max_evaluations: int = 40, memory: int = 10,
+             first_improvement: float = 0.01) -> Point:
+    """Return the best point of at most `max_evaluations` evaluations, including the start.
+
+    The first step, along the gradient, would gain `first_improvement` if the function were linear.
+    """
+    budget = _Budget(function, max_evaluations)
+    here = budget.evaluate(start_D)
+    pairs: deque[tuple[Array, Array]] = deque(maxlen=memory)
+    slope = float(here.g_D @ here.g_D)
+    scale = first_improvement / slope if slope > 0.0 else 0.0
+    while math.isfinite(here.value):
+        there = _climb(budget, here, direction(here.g_D, pairs, scale))
+        # the budget is used up, or the remaining gain is lost in rounding
+        if there is None:
+            break
+        s_D, y_D = there.x_D - here.x_D, here.g_D - there.g_D
+        # s^T y > 0 by the second Wolfe condition
+        pairs.append((s_D, y_D))
+        scale = float(s_D @ y_D / (y_D @ y_D))  # (7.20)
+        here = there
+    return budget.best
+
+
+def direction(g_D: Array, pairs: Sequence[tuple[Array, Array]], scale: float) -> Array:
+    """H g, with the inverse H of minus the Hessian estimated from (s, y) `pairs`, oldest first.
+
+    This is algorithm 7.4 with H_0 = `scale` I.
+    """
+    q_D, alphas = g_D.copy(), []
+    for s_D, y_D in reversed(pairs):
+        alphas.append(s_D @ q_D / (s_D @ y_D))
+        q_D -= alphas[-1] * y_D
+    r_D = scale * q_D
+    for (s_D, y_D), alpha in zip(pairs, reversed(alphas), strict=True):
+        r_D += (alpha - y_D @ r_D / (s_D @ y_D)) * s_D
+    return r_D
+
+
+def _climb(budget: _Budget, here: Point, direction_D: Array) -> Point | None:
+    """Find a point along `direction_D` that satisfies both Wolfe conditions."""
+    slope = float(here.g_D @ direction_D)
+    step, short, long = 1.0, 0.0, math.inf
+    while budget.left and step * slope > _PRECISION * abs(here.value):
+        there = budget.evaluate(here.x_D + step * direction_D)
+        if there.value < here.value + _C1 * step * slope:
+            long = step
+        elif there.g_D @ direction_D > _C2 * slope:
+            short = step
+        else:
+            return there
+        step = 2.0 * step if long == math.inf else 0.5 * (short + long)
+    return None
+
+
+class _Budget:
+    def __init__(self, function: Function, max_evaluations: int) -> None:
+        self._function, self.left = function, max_evaluations
+        self.best: Point
+
+    def evaluate(self, x_D: Array) -> Point:
+        self.left -= 1
+        value, g_D = self._function(x_D)
+        is_finite = math.isfinite(value) and bool(np.isfinite(g_D).all())
+        point = Point(x_D, value if is_finite else -math.inf, g_D)
+        if not hasattr(self, "best") or point.value > self.best.value:
+            self.best = point
+        return point
+
+
+def normalize_stddev(parameters: Vector, model: nn.Module, stddev: float = 1.0) -> Vector:
+    """Scale each scale-invariant layer so that its parameters have this standard deviation.
+
+    The function of the network is unchanged. Weights of a generalized combination need not sum to
+    one, so such a layer may have any scale, which affects the meaning of a learning rate or
+    update-norm clipping in further training. The standard deviation is over weights and bias
+    together, about their mean, as in Kaldi. The parameters of `model` itself are ignored.
+    """
+    layout = FlatLayout.of(model)
+    state = layout.unflatten(parameters)
+    for layer in scale_invariant_layers(model):
+        own = [state[f"{layer}.{name}"] for name, _ in model.get_submodule(layer).named_parameters()]
+        found = float(torch.cat([p.double().flatten() for p in own]).std(correction=0))
+        if found > 0.0:
+            for p in own:
+                p.mul_(stddev / found)
+    return layout.flatten(state)
+
+
+def scale_invariant_layers(model: nn.Module) -> list[str]:
+    """Names of affine layers before p-norm or ReLU followed by renormalization.
+
+    Their scale, including the bias, does not change any output, except of rows whose root mean
+    square is below 2^-33, the floor of renormalization. Only layers of a plain nn.Sequential are
+    found; frozen and shared parameters are excluded. Kaldi supports only p-norm.
+    """
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = []
+    for prefix, parent in model.named_modules():
+        if not isinstance(parent, nn.Sequential) or type(parent).forward is not nn.Sequential.forward:
+            continue
+        children = list(parent.named_children())
+        for (name, affine), (_, nonlinearity), (_, last) in zip(children, children[1:], children[2:], strict=False):
+            if not (type(affine) is nn.Linear and isinstance(nonlinearity, (PNorm, nn.ReLU)) and isinstance(last, Renormalize)):
+                continue
+            if all(p.requires_grad and uses[id(p)] == 1 for p in affine.parameters()):
+                found.append(f"{prefix}.{name}".lstrip("."))
+    return found

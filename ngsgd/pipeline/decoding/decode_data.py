@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
-from ngsgd.asr.decode import calibration, evaluation, scoring, tuning, word_lattice
-from ngsgd.asr.decode.calibration import Calibration, ReliabilityBin
+from ngsgd.asr.decode import evaluation, scoring, tuning, words
+from ngsgd.asr.decode.decoding import LATTICE_BEAM
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
-from ngsgd.asr.decode.tuning import DecodingWeights
+from ngsgd.asr.decode.tuning import Calibration, DecodingWeights, ReliabilityBin
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
 from ngsgd.asr.lang import arpa, ngram, vocabulary
 from ngsgd.asr.lang.language import Language
@@ -63,14 +63,11 @@ class DataResult:
     """WER of the data, and the settings used.
 
     Attributes:
-        weights: acoustic scale and word penalty.
-        tuned: errors of the set that they were tuned on; None if they were not tuned.
-        total: errors.
+        tuned: errors of the set that `weights` were tuned on; None if they were not tuned.
         interval: 95 % bootstrap interval of the WER.
         first_pass: errors before rescoring; None without rescoring.
         unknown: words of the references that cannot be recognized.
-        rows: errors of each utterance.
-        speakers: speaker of each utterance.
+        rows, speakers: errors and speaker of each utterance.
         hypotheses: words with confidences; empty without `confidences`.
         calibration: map used for the confidences.
         reliability: words grouped by their confidence.
@@ -93,26 +90,14 @@ def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], 
                 progress: Callable[[str], None] = lambda _line: None) -> DataResult:
     """Decode the data of a request.
 
-    Args:
-        bundle: the model.
-        request: data and settings.
-        report: receives lines about words that a language model lacks, and about numbers in a
-            lexicon. Default: a warning.
-        progress: receives the phases (`ngsgd.phase`). Default: none.
-
-    Returns:
-        The errors.
-
-    Raises:
-        ConfigError: parts of the request exclude each other.
-        DataError: data, words or language models cannot be used.
+    `report` receives lines about words that a language model lacks, and about numbers in a lexicon;
+    `progress` the phases (`ngsgd.phase`). Raises ConfigError for parts of the request that exclude
+    each other, and DataError for data, words or language models that cannot be used.
     """
     bundle = bundle.with_words(request.vocabulary, scale=request.acoustic_scale, penalty=request.word_penalty, report=report)
     language = bundle.language
     if language.grammar and request.rescore_lm:
-        raise ConfigError(
-            "a grammar replaces the language model; use either a grammar or language models."
-        )
+        raise ConfigError("a grammar replaces the language model; use either a grammar or language models.")
     # the small files first: an error there is reported before the speech is read
     rescorer = _Rescorer.read(request.rescore_lm, language, report) if request.rescore_lm else None
     # the first pass of speaker adaptation takes the same words and language model
@@ -122,53 +107,45 @@ def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], 
     if tuning_set and (request.acoustic_scale is None or request.word_penalty is None):
         weights, tuned = _tuned(bundle, request, tuning_set, progress)
         bundle = bundle.with_words(Vocabulary(), scale=weights.acoustic_scale, penalty=weights.word_penalty)
-    recognizer = _DataRecognizer(bundle, progress)
-    hypotheses = recognizer.words(speech)
+
+    def each(name: str, scored: ScoredSet) -> Iterator[npt.NDArray[np.float32]]:
+        return Progress(progress, name, len(scored.texts)).each(scored.logliks)
+
+    graph, search = bundle.graph, bundle.search
+    hypotheses = evaluation.decode_set(graph, bundle.decode, search.acoustic_scale, each("decoding", speech), language.num_pdfs)
     first_pass, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
     total = first_pass
     if rescorer:
-        hypotheses = recognizer.rescored(speech, rescorer)
+        hypotheses = tuple(rescorer.best_words(lattice_of(graph, loglik_TP, search, lattice_beam=LATTICE_BEAM), graph.words)
+                           for loglik_TP in each("rescoring lattices", speech))
         total, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
     found: tuple[Hypothesis, ...] = ()
     bins: Sequence[ReliabilityBin] = ()
     calibrated = bundle.calibration
     if request.confidences:
-        calibrated = recognizer.calibration(tuning_set) if tuning_set else calibrated
-        found = recognizer.recognized(speech, calibrated)
-        bins = calibration.reliability(*outcomes(found, speech.texts))
-    return DataResult(
-        bundle.weights,
-        tuned,
-        total,
-        scoring.confidence_interval(speech.texts, hypotheses),
-        first_pass if rescorer else None,
-        vocabulary.unknown_words(speech.texts, language),
-        tuple(rows),
-        speech.speakers,
-        found,
-        calibrated,
-        tuple(bins),
-    )
+        if tuning_set:
+            calibrated = calibrate(graph, each("calibrating confidences", tuning_set),
+                                   tuning_set.texts, search, lattice_beam=LATTICE_BEAM)
+        found = tuple(recognized(graph, loglik_TP, search, lattice_beam=LATTICE_BEAM,
+                                 frame_shift_s=FRAME_S, calibration=calibrated)[0]
+                      for loglik_TP in each("confidences", speech))
+        bins = tuning.reliability(*outcomes(found, speech.texts))
+    interval = scoring.confidence_interval(speech.texts, hypotheses)
+    unknown = vocabulary.unknown_words(speech.texts, language)
+    return DataResult(bundle.weights, tuned, total, interval, first_pass if rescorer else None,
+                      unknown, tuple(rows), speech.speakers, found, calibrated, tuple(bins))
 
 
 def as_json(result: DataResult) -> dict[str, Any]:
     """Convert the result to JSON values, without utterances."""
-    return {
-        **asdict(result.weights),
-        "wer": result.total.wer,
-        "errors": asdict(result.total),
-        "interval_95": asdict(result.interval),
-        "tuned": asdict(result.tuned) if result.tuned else None,
-        "first_pass": asdict(result.first_pass) if result.first_pass else None,
-        "unknown_words": asdict(result.unknown),
-        "by_speaker": {name: asdict(errors) for name, errors in by_speaker(result).items()},
-        "by_length": {name: asdict(errors) for name, errors in by_length(result.rows).items()},
-        "calibration": asdict(result.calibration),
-        "reliability": [one._asdict() for one in result.reliability],
-        "expected_calibration_error": calibration.expected_calibration_error(result.reliability)
-        if result.reliability
-        else None,
-    }
+    bins = result.reliability
+    return {**asdict(result.weights), "wer": result.total.wer, "errors": asdict(result.total),
+            "interval_95": asdict(result.interval), "tuned": asdict(result.tuned) if result.tuned else None,
+            "first_pass": asdict(result.first_pass) if result.first_pass else None, "unknown_words": asdict(result.unknown),
+            "by_speaker": {name: asdict(errors) for name, errors in by_speaker(result).items()},
+            "by_length": {name: asdict(errors) for name, errors in by_length(result.rows).items()},
+            "calibration": asdict(result.calibration), "reliability": [one._asdict() for one in bins],
+            "expected_calibration_error": tuning.expected_calibration_error(bins) if bins else None}
 
 
 def write(folder: Path, result: DataResult) -> None:
@@ -179,7 +156,10 @@ def write(folder: Path, result: DataResult) -> None:
         scoring.write_operations(new / "ops.txt", result.rows)
         scoring.write_recogs(new / "recogs.txt", result.rows)
         if result.hypotheses:
-            write_text(new / "words.ctm", _ctm(result))
+            # utterance 1 start duration word confidence, times in seconds
+            write_text(new / "words.ctm", "".join(
+                f"{row.utt_id} 1 {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
+                for row, one in zip(result.rows, result.hypotheses, strict=True) for word in one.words))
         write_text(new / "wer.json", json.dumps(as_json(result), indent=1))
 
 
@@ -190,52 +170,28 @@ def by_speaker(result: DataResult) -> dict[str, WordErrors]:
 
 def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:
     """Return the errors of utterances of 0, 1, 2 to 3, 4 to 7, ... words."""
-    names = [
-        "0",
-        *(
-            str(low) if high == low + 1 else f"{low}-{high - 1}"
-            for low, high in itertools.pairwise(_LENGTHS)
-        ),
-        f"{_LENGTHS[-1]}-",
-    ]
-    return _grouped(
-        dict.fromkeys(names),
-        ((names[sum(row.errors.num_words >= low for low in _LENGTHS)], row) for row in rows),
-    )
-
-
-def _grouped(names: Mapping[str, None], rows: Any) -> dict[str, WordErrors]:
-    sums = {name: WordErrors(0, 0, 0, 0) for name in names}
-    present = set()
-    for name, row in rows:
-        sums[name] += row.errors
-        present.add(name)
-    return {name: errors for name, errors in sums.items() if name in present}
+    names = ["0", *(str(low) if high == low + 1 else f"{low}-{high - 1}"
+                    for low, high in itertools.pairwise(_LENGTHS)), f"{_LENGTHS[-1]}-"]
+    sums: dict[str, WordErrors] = {}
+    for row in rows:
+        name = names[sum(row.errors.num_words >= low for low in _LENGTHS)]
+        sums[name] = sums.get(name, WordErrors(0, 0, 0, 0)) + row.errors
+    return {name: sums[name] for name in names if name in sums}
 
 
 def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet,
            progress: Callable[[str], None]) -> tuple[DecodingWeights, WordErrors]:
     """Return the given weights, completed by tuned ones, and their errors."""
-    scale, penalty = request.acoustic_scale, request.word_penalty
-    config = replace(
-        bundle.decode,
-        acoustic_scales=bundle.decode.acoustic_scales if scale is None else (scale,),
-        word_penalties=bundle.decode.word_penalties if penalty is None else (penalty,),
-    )
+    config = bundle.decode
+    if request.acoustic_scale is not None:
+        config = replace(config, acoustic_scales=(request.acoustic_scale,))
+    if request.word_penalty is not None:
+        config = replace(config, word_penalties=(request.word_penalty,))
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)
     every = Progress(progress, f"choosing scale and penalty of {counted(num_settings, 'setting')}",
                      num_settings * len(tuning_set.texts))
-    return tuning.choose(
-        evaluation.sweep(
-            bundle.unpenalized_graph,
-            config,
-            tuning_set.texts,
-            tuning_set.utt_ids,
-            tuning_set.logliks,
-            bundle.language.num_pdfs,
-            every.each,
-        )
-    )
+    return tuning.choose(evaluation.sweep(bundle.unpenalized_graph, config, tuning_set.texts,
+                                          tuning_set.utt_ids, tuning_set.logliks, bundle.language.num_pdfs, every.each))
 
 
 @dataclass(frozen=True)
@@ -244,103 +200,29 @@ class _Rescorer:
 
     old: ngram.NgramModel | None
     new: ngram.NgramModel
-    # log of the number of words in a loop, if there is no old model
-    loop_cost: float
+    loop_cost: float  # log of the number of words in a loop, if there is no old model
 
     @staticmethod
     def read(path: Path, language: Language, report: Callable[[str], None]) -> _Rescorer:
         if language.given:
-            raise DataError(
-                "the graph of the model hides its language model, so its lattices cannot be "
-                f"rescored; specify the first language model with {option('lm', 'FILE')}."
-            )
+            raise DataError("the graph of the model hides its language model, so its lattices "
+                            f"cannot be rescored; specify the first language model with {option('lm', 'FILE')}.")
         text = arpa.read(path, language.topology.words, report, "have the probability of unknown words")
         loop_cost = math.log(len(language.topology.words))
-        return _Rescorer(
-            ngram.parse(language.arpa) if language.arpa else None, ngram.parse(text), loop_cost
-        )
+        return _Rescorer(ngram.parse(language.arpa) if language.arpa else None, ngram.parse(text), loop_cost)
 
-    @property
-    def order(self) -> int:
-        return max(self.new.order, self.old.order if self.old else 1)
+    def best_words(self, lattice: words.WordLattice, names: Sequence[str]) -> tuple[str, ...]:
+        order = max(self.new.order, self.old.order if self.old else 1)
 
-    def difference(self, history: Sequence[str], word: str | None) -> float:
-        """Cost under the new model minus that under the old one; word None is the end."""
-        # a shorter history reaches the beginning
-        context = history if len(history) >= self.order - 1 else (arpa.BEGIN, *history)
-        then = arpa.END if word is None else word
-        old = self.old.cost(context, then) if self.old else self.loop_cost * (word is not None)
-        return self.new.cost(context, then) - old
+        def difference(history: tuple[int, ...], label: int | None) -> float:
+            """Cost under the new model minus that under the old one; label None is the end."""
+            context = [names[one - 1] for one in history]
+            if len(context) < order - 1:
+                # it reaches the beginning
+                context.insert(0, arpa.BEGIN)
+            then = arpa.END if label is None else names[label - 1]
+            old = self.old.cost(context, then) if self.old else self.loop_cost * (label is not None)
+            return self.new.cost(context, then) - old
 
-
-@dataclass(frozen=True)
-class _DataRecognizer:
-    """Recognition of a set by three kinds of search."""
-
-    bundle: Bundle
-    progress: Callable[[str], None]
-
-    def _each(self, name: str, speech: ScoredSet) -> Iterator[npt.NDArray[np.float32]]:
-        return Progress(self.progress, name, len(speech.texts)).each(speech.logliks)
-
-    def words(self, speech: ScoredSet) -> tuple[tuple[str, ...], ...]:
-        return evaluation.decode_set(
-            self.bundle.graph,
-            self.bundle.decode,
-            self.bundle.search.acoustic_scale,
-            self._each("decoding", speech),
-            self.bundle.language.num_pdfs,
-        )
-
-    def rescored(self, speech: ScoredSet, rescorer: _Rescorer) -> tuple[tuple[str, ...], ...]:
-        """Return the best words of the lattices under the new language model."""
-        names = self.bundle.graph.words
-
-        def cost(history: tuple[int, ...], label: int | None) -> float:
-            return rescorer.difference(
-                [names[one - 1] for one in history], None if label is None else names[label - 1]
-            )
-
-        found = []
-        for loglik_TP in self._each("rescoring lattices", speech):
-            lattice = lattice_of(
-                self.bundle.graph, loglik_TP, self.bundle.search, lattice_beam=self.bundle.decode.lattice_beam
-            )
-            best = word_lattice.best_sequences(
-                word_lattice.reweighted(lattice, cost, rescorer.order), 1
-            )
-            found.append(tuple(names[label - 1] for label in best[0].labels) if best else ())
-        return tuple(found)
-
-    def recognized(self, speech: ScoredSet, calibrated: Calibration) -> tuple[Hypothesis, ...]:
-        """Return the best hypothesis of each utterance."""
-        return tuple(
-            recognized(
-                self.bundle.graph,
-                loglik_TP,
-                self.bundle.search,
-                lattice_beam=self.bundle.decode.lattice_beam,
-                frame_shift_s=FRAME_S,
-                calibration=calibrated,
-            )[0]
-            for loglik_TP in self._each("confidences", speech)
-        )
-
-    def calibration(self, speech: ScoredSet) -> Calibration:
-        """Fit the map from posteriors to the fraction of correct words of this set."""
-        return calibrate(
-            self.bundle.graph,
-            self._each("calibrating confidences", speech),
-            speech.texts,
-            self.bundle.search,
-            lattice_beam=self.bundle.decode.lattice_beam,
-        )
-
-
-def _ctm(result: DataResult) -> str:
-    """Format lines "utterance 1 start duration word confidence", times in seconds."""
-    return "".join(
-        f"{row.utt_id} 1 {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
-        for row, one in zip(result.rows, result.hypotheses, strict=True)
-        for word in one.words
-    )
+        best = words.best_sequences(words.reweighted(lattice, difference, order), 1)
+        return tuple(names[label - 1] for label in best[0].labels) if best else ()

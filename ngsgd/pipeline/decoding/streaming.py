@@ -10,23 +10,19 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from ngsgd import interface
 from ngsgd.asr.decode import decoding, evaluation, scoring
-from ngsgd.asr.decode.decoding import Search
-from ngsgd.asr.decode.streaming import Score, StreamingDecoder
+from ngsgd.asr.decode.decoding import Search, StreamingDecoder
 from ngsgd.asr.features.cmvn import GLOBAL, CmnState, OnlineMean, mean_and_deviation
-from ngsgd.asr.ivectors.model import read
-from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
+from ngsgd.asr.ivectors.model import IvectorStream, SpeakerState, read
 from ngsgd.asr.ivectors.training import SpeakerMemory
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError
 from ngsgd.files import read_json, write_text
-from ngsgd.pipeline.finish import refined_corpus
-from ngsgd.pipeline.run import Run
+from ngsgd.pipeline.run import Run, refined_corpus
 from ngsgd.pipeline.score import log_likelihoods
 from ngsgd.runs.final_model import load_final
 from ngsgd.runs.run_folder import RunFolder
@@ -42,17 +38,13 @@ class Streamed:
 
     wer: str
     num_utterances: int
-    # utterances with the same words as in offline decoding
-    num_same: int
+    num_same: int  # utterances with the same words as in offline decoding
     # computing seconds per second of speech, excluding features; including online means and
     # i-vectors
     real_time_factor: float
-    # maximum waiting time from a frame to its search
-    latency_ms: float
-    # additional computing time, 99 % quantile over chunks
-    compute_ms: float
-    # stages included in the computing time
-    what: str
+    latency_ms: float  # maximum waiting time from a frame to its search
+    compute_ms: float  # additional computing time, 99 % quantile over chunks
+    what: str  # stages included in the computing time
 
     def __str__(self) -> str:
         return (f"streaming  {self.wer}\nsame words as offline decoding: {self.num_same} of "
@@ -62,32 +54,32 @@ class Streamed:
 
 
 def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
-    """Decode the test set both ways with the weights tuned on valid; write
-    decode/streaming.json.
-    """
+    """Decode the test set both ways with the weights of the run; write decode/streaming.json."""
     config, folder = run.config, run.folder
     try:
         setting = read_json(folder.decode / "wer.json")
-        if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty",
-                                                                   "acoustic_scale"}:
+        if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty", "acoustic_scale"}:
             raise ValueError("wer.json has no decoding weights")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: "
                               f"{interface.resume(folder.path)}") from error
     model, prior_P = load_final(folder, trust=trust)
-    corpus = refined_corpus(config, run.data, model, prior_P, run.services.report)
+    corpus = refined_corpus(run, model, prior_P)
     torch.set_num_threads(1)
-    graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode),
-                                     setting["word_penalty"])
+    graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode), setting["word_penalty"])
     search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
     whole = [decoding.best_path(graph, loglik_TP, search).words
              for loglik_TP in log_likelihoods(corpus.test.frames, config.egs, model, prior_P)]
+    log_prior_P = torch.from_numpy(np.log(prior_P)).float()
+
+    @torch.no_grad()
+    def score(x_TI: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return np.asarray(model(torch.from_numpy(x_TI)).log_softmax(dim=1) - log_prior_P)
+
     words, seconds = [], []
     for front in _fronts(config, folder, corpus.test):
-        decoder = StreamingDecoder(graph, _score(model, prior_P), search,
-                                   left_context=config.egs.left_context,
-                                   right_context=config.egs.right_context,
-                                   chunk_frames=chunk_frames, side=front.ivectors)
+        decoder = StreamingDecoder(graph, score, search, left_context=config.egs.left_context,
+                                   right_context=config.egs.right_context, chunk_frames=chunk_frames, side=front.ivectors)
         found, times = _streamed(decoder, front)
         words.append(found)
         seconds += times
@@ -95,13 +87,11 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
     stages = [*(["means"] if config.features.cmvn == "online" else []),
               *(["i-vectors"] if config.ivectors.dim else []), "network"]
     streamed = Streamed(
-        wer=str(errors), num_utterances=len(words),
-        num_same=sum(a == b for a, b in zip(words, whole, strict=True)),
+        wer=str(errors), num_utterances=len(words), num_same=sum(a == b for a, b in zip(words, whole, strict=True)),
         real_time_factor=sum(seconds) / (FRAME_S * corpus.test.frames.num_frames),
         latency_ms=1e3 * (FRAME_S * decoder.max_delay_frames + WINDOW_S),
         compute_ms=1e3 * float(np.quantile(seconds, 0.99)), what=f"{', '.join(stages)} and search")
-    write_text(folder.decode / "streaming.json",
-               json.dumps({**asdict(streamed), "chunk_frames": chunk_frames}, indent=1))
+    write_text(folder.decode / "streaming.json", json.dumps({**asdict(streamed), "chunk_frames": chunk_frames}, indent=1))
     return streamed
 
 
@@ -110,10 +100,8 @@ class _Front:
     """The frames of an utterance in order, and their processing before the network."""
 
     raw_TD: npt.NDArray[np.float32]
-    # if features were normalized beforehand
-    normal_TD: npt.NDArray[np.float32] | None
-    # otherwise the mean is subtracted online
-    mean: OnlineMean | None
+    normal_TD: npt.NDArray[np.float32] | None  # if features were normalized beforehand
+    mean: OnlineMean | None  # otherwise the mean is subtracted online
     deviation_D: npt.NDArray[np.float64] | None
     ivectors: IvectorStream | None
 
@@ -125,8 +113,8 @@ class _Front:
         if self.normal_TD is not None:
             return self.normal_TD[t:t + 1]
         assert self.mean is not None and self.deviation_D is not None
-        normal_1D: npt.NDArray[np.float32] = ((raw_1D - self.mean.accept(raw_1D)) / self.deviation_D).astype(np.float32)
-        return normal_1D
+        normal_1D = (raw_1D - self.mean.accept(raw_1D)) / self.deviation_D
+        return np.asarray(normal_1D, np.float32)
 
 
 def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator[_Front]:
@@ -135,10 +123,11 @@ def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator
     means: SpeakerMemory[CmnState] = SpeakerMemory(0)
     known: SpeakerMemory[SpeakerState] = SpeakerMemory(0)
     normal = speech.split_features()
+    is_online = config.features.cmvn == "online"
     for u, speaker in enumerate(speech.speakers):
         stream = IvectorStream(extractor, known.before(speaker)) if extractor else None
-        raw_TD = speech.raw(u) if extractor or config.features.cmvn == "online" else normal[u]
-        if config.features.cmvn == "online":
+        raw_TD = speech.raw(u) if extractor or is_online else normal[u]
+        if is_online:
             assert speech.cmvn is not None
             all_speech = speech.cmvn.stats[GLOBAL]
             mean = OnlineMean(all_speech, means.before(speaker))
@@ -167,13 +156,3 @@ def _streamed(decoder: StreamingDecoder, front: _Front) -> tuple[tuple[str, ...]
         front.ivectors.finish()
     path = decoder.finish()
     return path.words, [*seconds, time.perf_counter() - began]
-
-
-def _score(model: nn.Module, prior_P: npt.NDArray[np.float64]) -> Score:
-    log_prior_P = torch.from_numpy(np.log(prior_P)).float()
-
-    @torch.no_grad()
-    def score(x_TI: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        loglik_TP: npt.NDArray[np.float32] = (model(torch.from_numpy(x_TI)).log_softmax(dim=1) - log_prior_P).numpy()
-        return loglik_TP
-    return score

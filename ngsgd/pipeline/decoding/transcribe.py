@@ -32,12 +32,9 @@ class Outcome:
 
 
 def find_audio(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Resolve names, folders and patterns to files.
+    """Return the audio files of names, folders and patterns, and other files of the folders.
 
-    A folder is searched recursively for audio files, in order of their names.
-
-    Returns:
-        The audio files, and other files of the folders, without hidden ones.
+    A folder is searched recursively, in order of the names; hidden other files are omitted.
     """
     found: list[Path] = []
     others: list[Path] = []
@@ -47,18 +44,14 @@ def find_audio(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
             inside = sorted(one for one in path.rglob("*") if one.is_file())
             audio = [one for one in inside if one.suffix.lower() in SUFFIXES]
             if not audio:
-                raise DataError(
-                    f"{path} contains no audio file ({' '.join(SUFFIXES)}); choose another folder, "
-                    "name the files, or convert them: ffmpeg -i INPUT -ac 1 OUTPUT.wav"
-                )
+                raise DataError(f"{path} contains no audio file ({' '.join(SUFFIXES)}); choose "
+                                "another folder, name the files, or convert them: ffmpeg -i INPUT -ac 1 OUTPUT.wav")
             found += audio
             is_audio = set(audio)
             others += [one for one in inside if one not in is_audio
                        and not any(part.startswith(".") for part in one.relative_to(path).parts)]
         elif not path.exists() and glob.has_magic(name):
-            matching = sorted(
-                Path(one) for one in glob.glob(name, recursive=True) if Path(one).is_file()
-            )
+            matching = sorted(Path(one) for one in glob.glob(name, recursive=True) if Path(one).is_file())
             if not matching:
                 raise DataError(f"no file matches {name}; correct the pattern.")
             found += matching
@@ -67,42 +60,25 @@ def find_audio(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
     return found, others
 
 
-def transcribe_all(
-    recognizer: Recognizer,
-    audio: Sequence[Path],
-    *,
-    num_best: int = 1,
-    num_processes: int = 1,
-    trust: bool = False,
-) -> Iterator[Outcome]:
+def transcribe_all(recognizer: Recognizer, audio: Sequence[Path], *, num_best: int = 1,
+                   num_processes: int = 1, trust: bool = False) -> Iterator[Outcome]:
     """Recognize recordings, in order; a failed one has a message instead of a transcript.
 
-    Args:
-        recognizer: the model.
-        audio: files.
-        num_best: hypotheses of each segment.
-        num_processes: processes that share the files; each loads the model and computes with one
-            thread.
-        trust: import the module of a custom network, in these processes.
+    Each of `num_processes` processes loads the model, with `trust` also the module of a custom
+    network, and computes with one thread.
     """
     if min(num_processes, len(audio)) <= 1:
         for path in audio:
             yield _outcome(recognizer, path, num_best)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        min(num_processes, len(audio)),
-        context,
-        _begin,
-        (recognizer.bundle.path, trust, num_best, {name: getattr(recognizer.bundle, name) for name in _OF_WORDS}),
-    )
+    words = {name: getattr(recognizer.bundle, name) for name in _OF_WORDS}
+    pool = ProcessPoolExecutor(min(num_processes, len(audio)), multiprocessing.get_context("spawn"),
+                               _begin, (recognizer.bundle.path, trust, num_best, words))
     try:
         yield from pool.map(_in_worker, audio)
     except BrokenProcessPool as error:
-        raise DataError(
-            "a process that recognized recordings died, from lack of memory or on a damaged file; "
-            f"find the file with {option('processes', '1', 'num_processes')}."
-        ) from error
+        raise DataError("a process that recognized recordings died, from lack of memory or on a "
+                        f"damaged file; find the file with {option('processes', '1', 'num_processes')}.") from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         # an interrupted command does not wait for long recordings

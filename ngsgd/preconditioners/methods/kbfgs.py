@@ -5,15 +5,11 @@
     H_g  of the Hessian with respect to outputs z:   s = mean(z+) - mean(z),  y = mean(e+) - mean(e)
 
 H_a starts at the inverse of the first minibatch, H_g at I. The plus sign marks the same minibatch
-after the optimizer step; its pair is doubly damped (y <- y + lambda s).
+after the optimizer step, of which a second pass runs when the next one is evaluated; its pair is
+doubly damped (y <- y + lambda s). Source: Goldfarb, Ren and Bahamou 2020.
 
-The second pass runs when the next minibatch is evaluated, or before the state is read. It uses the
-random numbers and buffers (running statistics) of the first pass, and does not change `.grad`.
-
-a: input rows, z: output rows, e: derivatives of the loss of a row with respect to z; means are over
-rows. Source: Goldfarb, Ren and Bahamou 2020.
-
-Letters: O outputs, I inputs (with the 1 of the bias).
+a: input rows, z: output rows, e: derivatives of the loss of a row with respect to z. Letters: O
+outputs, I inputs (with the 1 of the bias).
 """
 
 from __future__ import annotations
@@ -55,24 +51,12 @@ class KBFGS(FisherMethod):
     per layer.
 
     Args:
-        model: the module to precondition.
         min_curvature: mu_1, in (0, 1): s^T y is raised to at least this fraction of y^T H y.
             Default 0.2.
         options: see `Preconditioner`; `evaluate` must be used, and its closure is called twice.
-
-    Source: Goldfarb, Ren and Bahamou 2020.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = KBFGS(model)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
     """
 
     min_curvature: float = 0.2
-
     traits = TRAITS["kbfgs"]
 
     def problems(self) -> list[str]:
@@ -98,11 +82,6 @@ class KBFGS(FisherMethod):
         return {**super().__getstate__(), "_first": {}, "_pending": None}
 
     def evaluate(self, closure: _Closure, *, num_rows: int | None = None) -> Tensor:
-        """Run the forward and backward pass of a minibatch; gradients are added to `.grad`.
-
-        Returns:
-            The loss.
-        """
         self.run_second_pass()
         if self._pending is not None and self._pending.step != self.num_steps:
             # The optimizer skipped the step.
@@ -117,11 +96,6 @@ class KBFGS(FisherMethod):
         return super().evaluate(closure, num_rows=num_rows)
 
     def step(self, lr: float | None = None) -> None:
-        """Replace `.grad` of every parameter by the preconditioned gradient.
-
-        Args:
-            lr: learning rate of the optimizer; only kl_clip needs it.
-        """
         if self._pending is None and self.is_due("curvature"):
             raise ConfigError(f"{type(self).__name__} evaluates a minibatch twice and needs a "
                               "closure; compute the loss with preconditioner.evaluate(closure).")
@@ -159,11 +133,6 @@ class KBFGS(FisherMethod):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Load a state; training continues bitwise identically.
-
-        Raises:
-            OptimizerStateError: the state is of another method or model, or incomplete.
-        """
         super().load_state_dict(state)
         self._pending = None
 
@@ -188,16 +157,12 @@ class KBFGS(FisherMethod):
                 self.note_skipped()
                 continue
             if not self.is_due("inverse"):
-                self._part(name)
+                # The inverses to apply share matrices with the statistics, which change now.
+                known = self.statistics.get(name, {})
+                self.inverses[name] = {key: value.clone() if value is known.get(key) else value
+                                       for key, value in self.inverses.get(name, {}).items()}
             self.statistics.put(name, self._with_inputs(name, rows))
             self._first[name] = self._means(name, rows)
-
-    def _part(self, name: str) -> None:
-        """Detach the inverses to apply from the statistics, which share matrices and change later.
-        """
-        known = self.statistics.get(name, {})
-        self.inverses[name] = {key: value.clone() if value is known.get(key) else value
-                               for key, value in self.inverses.get(name, {}).items()}
 
     def _with_inputs(self, name: str, rows: Rows) -> State:
         """Update A and H_a of the layer with this minibatch, in place."""
@@ -241,21 +206,18 @@ class KBFGS(FisherMethod):
                     torch.autograd.grad(closure(), parameters, allow_unused=True)
         with torch.no_grad():
             for name, rows in recorder.signal().rows.items():
-                if name in self._first:
-                    self._update_outputs(name, self._first[name], self._means(name, rows))
+                if name not in self._first:
+                    continue
+                (z_O, e_O), (z_after_O, e_after_O) = self._first[name], self._means(name, rows)
+                H_g, change_O = self.statistics[name]["H_g"], e_after_O - e_O
+                s_O, y_O = doubly_damped(z_after_O - z_O, change_O, H_g @ change_O, least=self.min_curvature,
+                                         damping=self.option(name, "damping") ** 0.5)
+                # Without a path to the loss there is no pair of this step.
+                if not bfgs_inverse(H_g, s_O, y_O) and bool(change_O.any()):
+                    self.note_skipped()
             self.refresh()
         recorder.forget()
         self._first = {}
-
-    def _update_outputs(self, name: str, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:
-        (z_O, e_O), (z_after_O, e_after_O) = before, after
-        H_g = self.statistics[name]["H_g"]
-        s_O, y_O = z_after_O - z_O, e_after_O - e_O
-        change_O = y_O
-        s_O, y_O = doubly_damped(s_O, y_O, H_g @ y_O, least=self.min_curvature, damping=self.option(name, "damping") ** 0.5)
-        # Without a path to the loss there is no pair of this step.
-        if not bfgs_inverse(H_g, s_O, y_O) and bool(change_O.any()):
-            self.note_skipped()
 
     def invert(self, name: str, known: State) -> State:
         return {"H_a": known["H_a"], "H_g": known["H_g"]}

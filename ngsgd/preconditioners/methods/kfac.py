@@ -3,8 +3,7 @@
     K-FAC   (B + sqrt(d)/pi I)^-1 G (A + pi sqrt(d) I)^-1,  pi^2 = (tr A / dim A) / (tr B / dim B)
     SKFAC   the same for one minibatch, through N x N matrices
     EKFAC   U_B [(U_B^T G U_A) / (S + d)] U_A^T,  S_ij = 1/R sum_n (U_B^T G_n U_A)_ij^2
-
-Sources: Martens and Grosse 2015, section 6.3; Tang et al. 2021; George et al. 2018.
+    TNT     as K-FAC, with A = 1/R sum_n G_n^T G_n and B = 1/R sum_n G_n G_n^T, each over root of trace
 
 Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the bias).
 """
@@ -20,53 +19,37 @@ from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram, output_rows
 from ngsgd.curvature.forms.memory import apart, give_back
 from ngsgd.ops import gemm
-from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, shared_damping, split_damping, woodbury_rows
+from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, split_damping, woodbury_rows
 from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
-from ngsgd.preconditioners.options import own_options
+from ngsgd.preconditioners.methods.combination import Combination
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 # Factor that belongs to the rows of a side.
 _FACTOR = {"a": "A", "e": "B"}
 
 
-class KFAC(FisherMethod):
-    """K-FAC; with `fisher="exact"` the factors are those that BackPACK calls KFLR.
+class KFAC(Combination, FisherMethod):
+    """K-FAC (Martens and Grosse 2015); with `fisher="exact"` the factors are those of KFLR.
 
     P g equals (F + damping I)^-1 g, up to the factored damping, if B or A is constant over samples.
     Otherwise it is an approximation.
 
     Args:
-        model: the module to precondition.
         max_rows: randomly chosen rows of a minibatch for the factors; 0 uses all (default).
         sharing: positions of a sample are independent ("expand", default) or belong to one target
             ("reduce").
-        fisher, num_draws: see `DiagonalNG`.
+        fisher, num_draws: see `FisherMethod`.
         options: see `Preconditioner`.
-
-    Source: Martens and Grosse 2015, section 6.3 for the damping.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = KFAC(model, damping=1e-2)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
     """
 
     max_rows: int = 0
     sharing: str = "expand"
-
     traits = TRAITS["kfac"]
 
     def problems(self) -> list[str]:
         return [*super().problems(), *self.choice("sharing", "expand", "reduce"), *self.at_least("max_rows", 0, ", where 0 is all")]
-
-    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self.blocks.sides(name)  # noqa: E741
-        return {"statistics.A": (I, I), "statistics.B": (O, O), "inverse.A": (I, I), "inverse.B": (O, O)}
 
     def update_curvature(self, seen: FisherSample) -> None:
         # Return memory that the backward pass has freed before the factors are allocated.
@@ -90,9 +73,7 @@ class KFAC(FisherMethod):
         return found
 
     def _chosen(self, rows: Rows) -> tuple[Tensor, Tensor, float]:
-        """Return (input rows, derivative rows, factor of their squares in B), of all or the chosen
-        rows.
-        """
+        """Return (input rows, derivative rows, factor of their squares in B) for `max_rows`."""
         a_NTI, e_VNTO = rows.shared(self.sharing)
         a_XI, num_rows = a_NTI.flatten(0, 1), self.max_rows
         if not 0 < num_rows < len(a_XI):
@@ -120,59 +101,22 @@ class KFAC(FisherMethod):
             add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)
         self.statistics.decayed(name, decay)
 
-    def invert(self, name: str, known: State) -> State:
-        of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))
-        return {"A": damped_inverse(known["A"], of_A, overwrite=self.overwrites),
-                "B": damped_inverse(known["B"], of_B, overwrite=self.overwrites)}
-
-    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
-        return (inverse["B"], inverse["A"]) if "A" in inverse else None
-
 
 class SKFAC(KFAC):
-    """K-FAC of the last minibatch, for layers wider than the minibatch, without matrices of their
-    width.
+    """`KFAC(ema_decay=0)` without matrices of a layer's width (Tang et al. 2021).
 
-    Directions equal those of `KFAC(ema_decay=0)`.
-
-    Args:
-        model: the module to precondition.
-        options: see `KFAC`; ema_decay must be 0 (default).
-
-    Source: Tang et al. 2021.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = SKFAC(model, damping=1e-2)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
+    Options: see `KFAC`; ema_decay must be 0, the default.
     """
 
     ema_decay: float = 0.0
-
     traits = TRAITS["skfac"]
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.ema_decay or "ema_decay" in own_options(self.layer_options):
-            found.append("ema_decay must be 0, because SKFAC stores the rows of one minibatch instead of factors; choose KFAC.")
-        return found
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         O, I, _ = self.blocks.sides(name)  # noqa: E741
-        found: dict[str, tuple[int | str, ...]] = {}
-        for side, size in (("a", I), ("e", O)):
-            for group in GROUPS:
-                # Rows, or the factor of many rows.
-                if f"{group}.{_FACTOR[side]}" in entry:
-                    found[f"{group}.{_FACTOR[side]}"] = size, size
-                    continue
-                found[f"{group}.{side}"] = side, size
-                if group == "inverse":
-                    found |= {f"inverse.root_{side}*": (side, side), f"inverse.damping_{side}*": ()}
-        return found
+        # Rows of a side, or the factor of many rows.
+        shapes: dict[str, tuple[int | str, ...]] = {"a": ("a", I), "e": ("e", O), "A": (I, I), "B": (O, O)}
+        return {**{f"{group}.{key}?": shape for group in GROUPS for key, shape in shapes.items()},
+                **{f"inverse.{key}_{side}?*": (side,) * rank for side in "ae" for key, rank in (("root", 2), ("damping", 0))}}
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.sharing)
@@ -181,9 +125,7 @@ class SKFAC(KFAC):
 
     @staticmethod
     def _smaller(side: str, x_XD: Tensor) -> State:
-        """Return the rows, or their factor if there are more rows than columns (positions of a
-        convolution).
-        """
+        """Return the rows, or their factor if there are more rows than columns (convolutions)."""
         return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: gemm.mm(x_XD.T, x_XD)}
 
     def invert(self, name: str, known: State) -> State:
@@ -221,23 +163,9 @@ class SKFAC(KFAC):
 
 
 class EKFAC(KFAC):
-    """Eigenvectors of K-FAC with second moments of the gradient instead of products of eigenvalues.
+    """Eigenvectors of K-FAC, with second moments of the gradient (George et al. 2018).
 
-    Moments restart with the basis, from the minibatch of the inverse update.
-
-    Args:
-        model: the module to precondition.
-        options: see `KFAC`.
-
-    Source: George et al. 2018.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = EKFAC(model, damping=1e-2)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
+    Moments restart with the basis, from the minibatch of the inverse update. Options: see `KFAC`.
     """
 
     # Each rank would have the moments of its rows only, and the factors alone do not determine the
@@ -248,11 +176,6 @@ class EKFAC(KFAC):
         super().__post_init__()
         # rows of this step, for moments in a basis that is computed later
         self._rows: dict[str, Rows] = {}
-
-    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self.blocks.sides(name)  # noqa: E741
-        return {"statistics.A": (I, I), "statistics.B": (O, O), "inverse.U_A": (I, I), "inverse.U_B": (O, O), "inverse.S": (O, I),
-                "inverse.weight*": ()}
 
     def measure(self, name: str, rows: Rows) -> State:
         self._rows[name] = rows
@@ -269,22 +192,16 @@ class EKFAC(KFAC):
                     inverse["S"].mul_(decay).add_(S_OI, alpha=1.0 - decay)
                     inverse["weight"].mul_(decay).add_(1.0 - decay)
 
-    def refresh(self) -> None:
-        super().refresh()
-        self._rows.clear()
-
     def step(self, lr: float | None = None) -> None:
         super().step(lr)
         self._rows.clear()
 
     def invert(self, name: str, known: State) -> State:
-        values_A, U_A = eigh(known["A"])
-        values_B, U_B = eigh(known["B"])
+        (values_A, U_A), (values_B, U_B) = eigh(known["A"]), eigh(known["B"])
         # After averaging, use products of eigenvalues until rows are available.
-        if name not in self._rows:
-            return {"U_A": U_A, "U_B": U_B, "S": torch.outer(values_B, values_A).clamp(min=0.0),
-                    "weight": torch.ones((), device=values_A.device)}
         found = {"U_A": U_A, "U_B": U_B}
+        if name not in self._rows:
+            return {**found, "S": torch.outer(values_B, values_A).clamp(min=0.0), "weight": torch.ones((), device=values_A.device)}
         keep = 1.0 - self.option(name, "ema_decay")
         return {**found, "S": self._moments(self._rows[name], found) * keep,
                 "weight": torch.full((), keep, dtype=torch.float64, device=values_A.device)}
@@ -296,8 +213,7 @@ class EKFAC(KFAC):
         return gemm.mm(gemm.mm(U_B, rotated_OI), U_A.T)
 
     def _moments(self, rows: Rows, basis: State) -> Tensor:
-        """Return 1/R times the sum of squared gradients in the basis, O x I, of frames or samples.
-        """
+        """Return 1/R times the sum of squared gradients in the basis, O x I."""
         a_NTI, e_VNTO = gemm.linear(rows.a_NTI, basis["U_A"].T, None), gemm.linear(rows.e_VNTO, basis["U_B"].T, None)
         if self.sharing == "expand" or a_NTI.shape[1] == 1:
             e2_XO = e_VNTO.square().sum(dim=0).flatten(0, 1)
@@ -305,8 +221,14 @@ class EKFAC(KFAC):
         return Rows(rows.weight, rows.bias, a_NTI, e_VNTO, rows.num_rows).individual().square().sum(dim=0) / rows.num_rows
 
 
+class TNT(Combination, FisherMethod):
+    """Tensor-normal training (Ren and Goldfarb 2021, with "mc"), of gradients of samples."""
+
+    traits = TRAITS["tnt"]
+
+
 def _mean_square(known: State, side: str) -> float:
-    """Return the trace of a factor of SKFAC divided by its width."""
+    # The trace of a factor divided by its width.
     if side in known:
         return float(known[side].square().sum()) / known[side].shape[1]
     return float(known[_FACTOR[side]].trace()) / len(known[_FACTOR[side]])

@@ -9,8 +9,6 @@
 with the step Q <- Q - mu / max|t| t Q in all cases.
 
 The Kronecker form is for affine layers, P g = Ql^T Ql G Qr^T Qr; other parameters use the diagonal.
-Source: Li 2018.
-
 Letters: O outputs, I inputs (with the 1 of the bias), D elements.
 """
 
@@ -27,8 +25,7 @@ from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.curvature.forms.memory import apart, empty, give_back
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import less_upper_product, upper_gram
-from ngsgd.preconditioners.blocks import flat, unflat
-from ngsgd.preconditioners.methods.fisher import require_small
+from ngsgd.preconditioners.blocks import flat, require_small, unflat
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
@@ -37,30 +34,18 @@ _ALL = "all"
 
 
 class PSGD(SecondOrderMethod):
-    """PSGD; each curvature update costs one Hessian-vector product. The damping is added to H.
+    """PSGD (Li 2018); a curvature update costs one product with H, to which damping is added.
 
     Args:
-        model: the module to precondition.
         form: of Q: "kronecker" per layer (default), or "full", one matrix for models of up to 20
             000 parameters.
         factor_lr: mu, in (0, 1): relative step size of Q. Default 0.1.
         options: see `Preconditioner`; ema_decay must be 0.
-
-    Source: Li 2018.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = PSGD(model)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
     """
 
     ema_decay: float = 0.0
     form: str = "kronecker"
     factor_lr: float = 0.1
-
     traits = TRAITS["psgd"]
 
     @property
@@ -97,23 +82,14 @@ class PSGD(SecondOrderMethod):
         elif self.is_joint:
             self._fit_full(v, h)
         else:
-            self._fit_layers(v, h)
-
-    def drawn(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return normal random numbers in the shapes of the gradients."""
-        # Sorted by name, because a restart may change the order.
-        return {name: torch.randn(g.shape, generator=self.generator, dtype=g.dtype, device=g.device)
-                for name, g in sorted(grads.items())}
-
-    def _fit_layers(self, v: dict[str, Tensor], h: dict[str, Tensor]) -> None:
-        """Fit layer by layer, and free the pairs."""
-        for name in self.blocks.weights_of(v.keys()):
-            fit = self._kronecker if name in self.blocks.bias_of else self._diagonal
-            dX, dG = self.blocks.joined_one(name, v), self.blocks.joined_one(name, h)
-            for each in self.blocks.names(name):
-                v.pop(each, None)
-                h.pop(each, None)
-            self.statistics.put(name, fit(self.statistics.get(name), dX, dG))
+            # Layer by layer; free the pairs.
+            for name in self.blocks.weights_of(v.keys()):
+                fit = self._kronecker if name in self.blocks.bias_of else self._diagonal
+                dX, dG = self.blocks.joined_one(name, v), self.blocks.joined_one(name, h)
+                for each in self.blocks.names(name):
+                    v.pop(each, None)
+                    h.pop(each, None)
+                self.statistics.put(name, fit(self.statistics.get(name), dX, dG))
 
     def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
         flat_v, flat_h = flat(v), flat(h)
@@ -187,7 +163,6 @@ def _first_scale(v: Tensor, h: Tensor) -> Tensor:
 
 
 def _identity(like: Tensor, size: int, scale: Tensor) -> Tensor:
-    """Return scale I in separate memory."""
     found = apart(like, size, size).zero_()
     found.diagonal().fill_(scale)
     return found

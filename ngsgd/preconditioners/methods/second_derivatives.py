@@ -1,8 +1,4 @@
-"""Base class of methods with second derivatives; it keeps the graph of a minibatch for a step.
-
-The graph exists from `evaluate` to the end of `step`. Steps without a curvature update cost the
-same as plain steps.
-"""
+"""Hessian-free optimization, and the base of methods that keep the graph of a minibatch."""
 
 from __future__ import annotations
 
@@ -13,22 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.layers import upcast
-from ngsgd.curvature.products.block import expanded
-from ngsgd.curvature.second_order.full_model import FullModelProducts
+from ngsgd.curvature.products import FullModelProducts, expanded
 from ngsgd.errors import ConfigError
+from ngsgd.ops.linalg import conjugate_gradients
 from ngsgd.ops.second_derivatives import naming_missing, twice_differentiable
 from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.blocks import flat, unflat
+from ngsgd.preconditioners.states import Layout, State
 
 Gradients = Mapping[str, Tensor]
 
 
 class SecondOrderMethod(Preconditioner):
-    """Methods whose `update_curvature` takes products from `self.minibatch`.
-
-    Products are of the mean loss per row, as curvature is for all methods. Any loss that torch can
-    differentiate twice is supported; a custom loss counts as a mean.
-    """
+    """Methods that take products from `self.minibatch`, whose graph is kept until `step` ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,11 +57,6 @@ class SecondOrderMethod(Preconditioner):
                                   f"sparse, as by nn.Embedding(sparse=True): use sparse=False, or skip=({names[0]!r},).")
 
     def step(self, lr: float | None = None) -> None:
-        """Replace `.grad` of every parameter by the preconditioned gradient.
-
-        Args:
-            lr: learning rate of the optimizer; only kl_clip needs it.
-        """
         try:
             # Recomputed layers (checkpointing) must save the same tensors.
             with naming_missing(type(self).__name__), expanded(self.model), twice_differentiable():
@@ -82,17 +72,86 @@ class SecondOrderMethod(Preconditioner):
 
     def observe(self, grads: Gradients) -> bool:
         if self.minibatch is None or not self.minibatch.is_differentiated:
-            raise ConfigError(f"{type(self).__name__} has no minibatch to differentiate twice; "
-                              "compute the loss with preconditioner.evaluate(closure), or inside "
-                              "watch() and with preconditioner.backward(loss).")
+            raise ConfigError(f"{type(self).__name__} has no minibatch to differentiate twice; compute the loss with "
+                              f"preconditioner.evaluate(closure), or inside watch() and with preconditioner.backward(loss).")
         self.update_curvature(grads)
         return True
+
+    def drawn(self, grads: Gradients, *, signs: bool = False) -> dict[str, Tensor]:
+        """Return normal random numbers, or random signs, in the shapes of the gradients."""
+        # Sorted by name, because a restart may change the order.
+        z = {name: torch.randn(g.shape, generator=self.generator, dtype=g.dtype, device=g.device)
+             for name, g in sorted(grads.items())}
+        return {name: torch.where(each > 0.0, 1.0, -1.0).to(each) for name, each in z.items()} if signs else z
 
     def product(self, kind: str, vectors: Gradients, *, is_last: bool = False) -> dict[str, Tensor]:
         """Return the "hessian" or "ggn" of the minibatch times vectors, in at least float32."""
         assert self.minibatch is not None
         parameters = self.minibatch.parameters
-        own = {name: self.blocks.oriented(name, v.to(parameters[name].dtype))
-               for name, v in vectors.items()}
+        own = {name: self.blocks.oriented(name, v.to(parameters[name].dtype)) for name, v in vectors.items()}
         found = self.minibatch.ggn(own) if kind == "ggn" else self.minibatch.hessian(own, is_last=is_last)
         return {name: self.blocks.oriented(name, upcast(value)) for name, value in found.items()}
+
+
+class HessianFree(SecondOrderMethod):
+    """Hessian-free optimization (Martens 2010): (C + d I) x = g by conjugate gradients.
+
+    C is the Gauss-Newton matrix or the Hessian of the minibatch. Only the start of the iteration
+    depends on earlier minibatches: it is the last direction times a decay. It needs memory for the
+    graph of one minibatch and a few gradients.
+
+    Args:
+        products: "ggn" (default) or "hessian"; negative curvature of the latter ends the iteration.
+        max_cg_steps: products per minibatch, each about two backward passes. Default 10.
+        cg_tolerance: norm of the residual relative to the gradient norm. Default 1e-3.
+        ema_decay: factor of the last direction at the start of the iteration. Default 0.95.
+        options: see `Preconditioner`.
+    """
+
+    products: str = "ggn"
+    max_cg_steps: int = 10
+    cg_tolerance: float = 1e-3
+
+    # All layers are one linear system.
+    traits = TRAITS["hessian_free"]
+
+    def problems(self) -> list[str]:
+        found = [*super().problems(), *self.choice("products", "ggn", "hessian"), *self.at_least("max_cg_steps", 1)]
+        if not self.cg_tolerance > 0.0:
+            found.append(f"cg_tolerance is {self.cg_tolerance}; it must be above 0.")
+        return found
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_products = 0     # products so far
+        self.is_gauss_newton = self.products == "ggn"
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return {"statistics.direction": self.blocks.shape(name)}
+
+    def update_curvature(self, seen: Any) -> None:
+        """Keep nothing; `apply` uses the graph of the minibatch."""
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.minibatch is None:
+            raise ConfigError("HessianFree needs the graph of the minibatch, which step() frees; call step().")
+
+        def damped(v_D: Tensor) -> Tensor:
+            return flat(self.product(self.products, unflat(v_D, grads))) + self.damping * v_D
+        g_D, start_D = flat(grads), None
+        if self.ema_decay and all(name in self.statistics for name in grads):
+            start_D = flat({name: self.statistics[name]["direction"] for name in grads}).mul_(self.ema_decay)
+        direction_D, taken = conjugate_gradients(damped, g_D, start_D=start_D, max_steps=self.max_cg_steps,
+                                                 tolerance=self.cg_tolerance)
+        self.num_products += taken
+        found = unflat(direction_D, grads)
+        # The iterates of a gradient that is not finite are those of the last minibatch.
+        if bool(direction_D.isfinite().all()) and bool(g_D.sum().isfinite()):
+            for name, value in found.items():
+                self.statistics.put(name, {"direction": value.clone()})
+        else:
+            self.note_skipped()
+        return found
+
+    def invert(self, name: str, known: State) -> State:
+        return {}

@@ -1,15 +1,11 @@
-"""Natural gradients through the Gram matrix of per-sample gradients of one minibatch.
+"""Natural gradients through the Gram matrix of per-sample gradients, the rows of U, of a minibatch.
 
     (U^T U / R + d I)^-1 g = (1/d) [g - U^T (R d I + U U^T)^-1 U g]     (Woodbury)
 
     SMW-NG  all layers together (Ren and Goldfarb 2019)
     SENG    layer by layer, with the Gram matrix of sketched coordinates (Yang et al. 2020)
 
-U has one row g_n for each sample. With `fisher="exact"`, SMW-NG is SMW-GN (Gauss-Newton).
-
-The number of parameters is not limited: for layers with one position U is never formed, because U
-U^T = (A A^T) * (E E^T).
-
+For layers with one position U U^T = (A A^T) * (E E^T), and U is never formed.
 Letters: V vectors, N samples, X = V N, T positions, O outputs, I inputs (with the 1 of the bias).
 """
 
@@ -28,26 +24,15 @@ from ngsgd.ops.linalg import damped_cholesky
 from ngsgd.preconditioners.factored_grad import FactoredGrad, products_of
 from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
-from ngsgd.preconditioners.options import own_options
-from ngsgd.preconditioners.states import Layout, State
+from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 
 class _FromRows(FisherMethod):
-    """Base class of SENG and SMWNG.
-
-    P g from stored rows, without a separate product for g = e^T a.
-
-    For the empirical Fisher matrix the rows of g are those of U, g_n = U_n / s. Then U g = K 1 / s
-    with the Gram matrix K, and P g = (1/d) sum_n (1 - s b_n) e_n a_n^T is one product.
+    """P g from stored rows: for the empirical F, g_n = U_n / s, U g = K 1 / s and
+    P g = (1/d) sum_n (1 - s b_n) e_n a_n^T, with the Gram matrix K.
     """
 
     ema_decay: float = 0.0
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.ema_decay or "ema_decay" in own_options(self.layer_options):
-            found.append("ema_decay must be 0: rows of different minibatches cannot be averaged.")
-        return found
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,13 +40,12 @@ class _FromRows(FisherMethod):
         self._scale = 0.0
         self._gradients: dict[str, FactoredGrad] = {}   # factored gradients of this step
 
-    def _row_shapes(self, name: str, entry: Mapping[str, Tensor], group: str, *others: str) -> dict[str, tuple[int | str, ...]]:
-        """Return the shapes of rows of a minibatch, and of their products."""
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         O, I, _ = self.blocks.sides(name)  # noqa: E741
-        e_VNTO = entry.get(f"{group}.e")
-        size = "x" if e_VNTO is None else math.prod(e_VNTO.shape[:2])
-        return {f"{group}.a": ("n", "t", I), f"{group}.e": ("v", "n", "t", O),
-                **{f"{group}.{key}": (size,) if key == "sums?" else (size, size) for key in others}}
+        rows: Layout = {"a": ("n", "t", I), "e": ("v", "n", "t", O)}
+        X, Y = (math.prod(entry[key].shape[:2]) if key in entry else "x" for key in ("statistics.e", "inverse.e"))
+        return {**{f"{group}.{key}": shape for group in GROUPS for key, shape in rows.items()},
+                "statistics.gram?": (X, X), "statistics.sums?": (X,), "inverse.root?*": (Y, Y)}
 
     @contextlib.contextmanager
     def watching(self, num_rows: int | None) -> Iterator[None]:
@@ -126,8 +110,7 @@ class _FromRows(FisherMethod):
         found: Tensor = (gemm.mm(a_NI[:, :weight.shape[1]], weight.T) * e_NO).sum(dim=1)
         return (found if bias is None else found + e_NO @ bias) / held_scale
 
-    def combined(self, inverse: State, rows: FactoredGrad, b_N: Tensor,
-                 damping: float) -> tuple[Tensor, Tensor | None]:
+    def combined(self, inverse: State, rows: FactoredGrad, b_N: Tensor, damping: float) -> tuple[Tensor, Tensor | None]:
         """Return (g - U^T b) / d, of the weight and of the bias."""
         if self.are_own(inverse, rows):
             factor_N = (1.0 - self._scale * b_N) / (damping * self._held_scale(inverse, rows))
@@ -145,32 +128,17 @@ class SENG(_FromRows):
     sketch). The expected Gram matrix is then exact.
 
     Args:
-        model: the module to precondition.
         sketch: sampled coordinates of inputs and of outputs for the Gram matrix; 0 uses all
             (default).
-        fisher, num_draws: see `DiagonalNG`.
+        fisher, num_draws: see `FisherMethod`.
         options: see `Preconditioner`; ema_decay must be 0 (default).
-
-    Source: Yang et al. 2020.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = SENG(model, damping=1e-2)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
     """
 
     sketch: int = 0
-
     traits = TRAITS["seng"]
 
     def problems(self) -> list[str]:
         return [*super().problems(), *self.at_least("sketch", 0, ", where 0 is all")]
-
-    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        return {**self._row_shapes(name, entry, "statistics", "gram", "sums?"), **self._row_shapes(name, entry, "inverse", "root*")}
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
@@ -187,9 +155,7 @@ class SENG(_FromRows):
         if not 0 < q < d:
             return x
         chosen = torch.randperm(d, generator=self.generator, device=x.device)[:q]
-        scale: float = (d / q) ** 0.5
-        sketched: Tensor = x[..., chosen] * scale
-        return sketched
+        return x[..., chosen] * float((d / q) ** 0.5)
 
     def invert(self, name: str, known: State) -> State:
         return {"a": known["a"], "e": known["e"], "root": damped_cholesky(known["gram"], self.option(name, "damping"))}
@@ -214,30 +180,11 @@ class SMWNG(_FromRows):
 
     Equals `FullNG(ema_decay=0)`, for models of any size.
 
-    Args:
-        model: the module to precondition.
-        fisher, num_draws: see `DiagonalNG`; with "exact" this is SMW-GN.
-        options: see `Preconditioner`; ema_decay must be 0 (default).
-
-    Source: Ren and Goldfarb 2019.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = SMWNG(model, damping=1e-2)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
+    Options: see `FisherMethod` ("exact": SMW-GN) and `Preconditioner`; ema_decay must be 0
+    (default).
     """
 
     traits = TRAITS["smw"]
-
-    @property
-    def is_joint(self) -> bool:
-        return True
-
-    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        return {**self._row_shapes(name, entry, "statistics"), **self._row_shapes(name, entry, "inverse", "root?*")}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,7 +229,12 @@ class SMWNG(_FromRows):
             return found
         # Its layer may have no gradient in this step.
         root_XX = next(inverse["root"] for inverse in self.inverses.values() if "root" in inverse)
-        b_X = solved(root_XX, self._all_products(affine, joined, held))
+        if self._sums is not None and all(name in held and self.are_own(inverse, held[name]) for name, inverse in affine.items()):
+            Ug_X = self._sums / self._scale
+        else:
+            Ug_X = torch.stack([self.products_of_rows(inverse, held[name]) if name in held else sample_products(inverse["a"],
+                                inverse["e"], joined[name]) for name, inverse in affine.items()]).sum(dim=0)
+        b_X = solved(root_XX, Ug_X)
         for name, inverse in affine.items():
             if name in held:
                 rows = held.pop(name) if self.overwrites else held[name]
@@ -291,15 +243,6 @@ class SMWNG(_FromRows):
                 direction_OI = (joined[name] - combination(inverse["a"], inverse["e"], b_X)) / self.damping
                 found |= self.blocks.parted(name, direction_OI, grads)
         return found
-
-    def _all_products(self, affine: Mapping[str, State], joined: Mapping[str, Tensor],
-                      held: Mapping[str, FactoredGrad]) -> Tensor:
-        """Return U g of all layers."""
-        if self._sums is not None and all(name in held and self.are_own(inverse, held[name]) for name, inverse in affine.items()):
-            return self._sums / self._scale
-        return torch.stack([self.products_of_rows(inverse, held[name]) if name in held
-                            else sample_products(inverse["a"], inverse["e"], joined[name])
-                            for name, inverse in affine.items()]).sum(dim=0)
 
 
 def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:

@@ -3,10 +3,7 @@
     Shampoo   G x_1 L_1^(-1/(2 k)) .. x_k L_k^(-1/(2 k)),  L_i = mean of G_(i) G_(i)^T over steps
     SOAP      Q [m / (sqrt(v) + d)] with eigenvectors Q of the L_i and Adam's moments of Q^T g
 
-Sources: Gupta et al. 2018, algorithm 2; Vyas et al. 2024, algorithm 3.
-
-Large tensors are split into blocks, and small adjacent dimensions are merged (channels and taps of
-a convolution). The damping of Shampoo is relative to the largest eigenvalue of each L_i.
+Large tensors are split into blocks, and small adjacent dimensions are merged (channels and taps).
 
 Letters: k dimensions of a block, D size of one of them.
 """
@@ -68,37 +65,24 @@ class _BlockMethod(Preconditioner):
         return self._views(_merged(g, self.block_size))
 
     def _views(self, merged: Tensor) -> Iterator[Tensor]:
-        for corner in _corners(merged.shape, self.block_size):
-            yield merged[corner]
+        return (merged[corner] for corner in _corners(merged.shape, self.block_size))
 
 
 class Shampoo(_BlockMethod):
-    """Shampoo; for a bias, a tensor of one dimension, this is full-matrix AdaGrad.
+    """Shampoo (Gupta et al. 2018, algorithm 2); for a bias, full-matrix AdaGrad.
 
     Args:
-        model: the module to precondition.
         damping: relative to the largest eigenvalue of a factor. Default 1e-6.
         history: accumulation of G G^T: "average" with ema_decay (default), or "sum" of all steps,
             as in the paper.
         root_method: "eigen" (default), or "newton", GEMMs only, which is faster on GPUs.
         block_size: largest dimension of a factor. Default 1024.
         options: see `Preconditioner`.
-
-    Source: Gupta et al. 2018, algorithm 2.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = Shampoo(model)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
     """
 
     damping: float = 1e-6
     history: str = "average"
     root_method: str = "eigen"
-
     traits = TRAITS["shampoo"]
 
     def problems(self) -> list[str]:
@@ -123,8 +107,7 @@ class Shampoo(_BlockMethod):
     def invert(self, name: str, known: State) -> State:
         find = inverse_root if self.root_method == "eigen" else inverse_root_newton
         order = 1 + max(int(key.rpartition(".")[2]) for key in known)
-        # A block that had zero gradients only waits for the next update.
-        # No value is read on the host.
+        # A block with zero gradients waits for the next update; no value is read on the host.
         return {key: torch.where(L_DD.any(), find(L_DD, 2 * order, self.option(name, "damping")), 0.0)
                 for key, L_DD in known.items()}
 
@@ -133,7 +116,7 @@ class Shampoo(_BlockMethod):
             # The first gradient of a tensor that is not zero, between two updates.
             self.average_in(name, self.measure(name, grads[name]))
             if name in self.statistics:
-                self.inverses[name] = self.inverted(name, self.curvature(name))
+                self.inverses[name] = self.inverted(name, self.mean_statistics(name))
         return super().apply(grads)
 
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
@@ -157,31 +140,18 @@ class Shampoo(_BlockMethod):
 
 
 class SOAP(_BlockMethod):
-    """Adam in the eigenbasis of Shampoo's factors L_i; vectors use Adam in their coordinates.
+    """Adam in the eigenbasis of Shampoo's L_i (Vyas et al. 2024, algorithm 3); vectors use Adam.
 
-    The first gradient of a tensor initializes the L_i, and its direction is 0. m and v are updated
-    at every step in the current basis. Only the L_i follow curvature_interval, and the basis
-    inverse_interval. A new basis is one power iteration from the last one and a QR decomposition. m
-    is rotated into it; v keeps its columns. SOAP has its own momentum, so use momentum 0 in the
-    optimizer.
+    The first gradient of a tensor initializes the L_i, and its direction is 0. The moments change
+    at every step, the L_i by curvature_interval, and the basis by inverse_interval: a power
+    iteration and a QR decomposition, with m rotated. Use momentum 0 in the optimizer.
 
     Args:
-        model: the module to precondition.
         damping: eps, added to sqrt(v). Default 1e-8.
         ema_decay: beta 2, decay of v and of the L_i. Default 0.95.
         momentum: beta 1, decay of the gradient average, in [0, 1). Default 0.95.
         block_size: largest dimension of a factor. Default 1024.
         options: see `Preconditioner`.
-
-    Source: Vyas et al. 2024, algorithm 3.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 3)
-        >>> preconditioner = SOAP(model)
-        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
-        >>> preconditioner.step()
     """
 
     damping: float = 1e-8
@@ -218,11 +188,9 @@ class SOAP(_BlockMethod):
             self.statistics[name] = {key: L_DD.to(own) for key, L_DD in self.statistics[name].items()}
 
     def invert(self, name: str, known: State) -> State:
-        old = self.inverses.get(name)
-        return self._begun(name, known) if old is None else self._tracked(known, old)
-
-    def _begun(self, name: str, known: State) -> State:
-        """Return the first basis and zero moments."""
+        if (old := self.inverses.get(name)) is not None:
+            return self._tracked(known, old)
+        # the first basis and zero moments
         p = self.blocks.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
         moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._parts(p)) for key in ("m", "v")}
         return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
@@ -250,7 +218,7 @@ class SOAP(_BlockMethod):
         for name, g in grads.items():
             # Averaged over workers, whose bases have no mean.
             if name not in self.inverses and self.statistics.get(name):
-                self.inverses[name] = self.inverted(name, self.curvature(name))
+                self.inverses[name] = self.inverted(name, self.mean_statistics(name))
             if name in self.inverses:
                 found[name] = self._adam(self.inverses[name], g, self.option(name, "ema_decay"), self.option(name, "damping"))
             else:
@@ -261,10 +229,7 @@ class SOAP(_BlockMethod):
         return found
 
     def _adam(self, inverse: State, g: Tensor, beta_2: float, damping: float) -> Tensor:
-        """Return the direction.
-
-        Moments do not change for a non-finite gradient, without a host sync.
-        """
+        """Return the direction; a non-finite gradient changes no moments, without a host sync."""
         # Then the squares of all coordinates are finite, too.
         is_finite = torch.linalg.vector_norm(g).isfinite()
         share_m, share_v = is_finite * g.new_full((), 1.0 - self.momentum), is_finite * g.new_full((), 1.0 - beta_2)
@@ -291,10 +256,7 @@ def _noise(norm: Tensor) -> Tensor:
 
 
 def _eigenvectors(L_DD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the eigenvectors as columns, in descending order of the eigenvalues.
-
-    `dtype` is that of the gradients. In the null space the basis is arbitrary but deterministic.
-    """
+    """Return eigenvectors as columns, in descending order; the null space is deterministic."""
     values_D, U_DD = eigh(L_DD.double())
     null = values_D <= values_D.norm() * max((_ROUNDING * torch.finfo(dtype).eps) ** 2, _ROUNDING * torch.finfo(torch.float64).eps)
     N_DK = U_DD[:, null]
@@ -309,10 +271,7 @@ def _corners(shape: Sequence[int], size: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _merged(g: Tensor, size: int) -> Tensor:
-    """Merge adjacent dimensions while their product is at most the block size.
-
-    Drop those of size 1.
-    """
+    """Drop dimensions of size 1, and merge adjacent ones up to the block size."""
     shape: list[int] = []
     for length in g.shape:
         if shape and shape[-1] * length <= size and (len(shape) > 1 or length == 1 or shape[-1] == 1):

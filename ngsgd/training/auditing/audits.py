@@ -2,12 +2,8 @@
 
 Every `failure.audit_every`-th job of a worker is repeated on another worker. When the turn of one
 worker comes, a job of each worker is audited in the same outer iteration, so that the repetitions
-run at the same time and delay the run by one job. Workers without a job repeat it at once, while
-the original runs. A result is held until its audit has ended, so no wrong result that is found is
-averaged.
-
-The repetition is never averaged. Without faults the model is bitwise identical to that of a run
-without audits.
+run at the same time and delay the run by one job. A result is held until its audit has ended. The
+repetition is never averaged, so without faults no bit of the model changes.
 """
 
 from __future__ import annotations
@@ -17,11 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ngsgd.errors import AuditError, FailureKind
 from ngsgd.interface import option
 from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, partners, work_done
-from ngsgd.training.auditing.comparison import Comparison, Run, Verdict, is_bitwise, verdict
+from ngsgd.training.auditing.comparison import Run, agree, is_bitwise, verdict
 from ngsgd.training.auditing.pool import AuditablePool
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
@@ -30,37 +27,23 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
-# failed repetitions of one job, after which its audit ends without a verdict; more if results
-# differ
+# failed repetitions of a job, after which its audit ends without a verdict; more if results differ
 _MAX_FAILED, _MAX_FAILED_IF_DIFFERENT = 3, 10
 
 
 class Audits:
-    """Repeats jobs of a dispatcher.
+    """Repeats every `every`-th job of each worker of a dispatcher; 0 disables.
 
-    Args:
-        pool: workers; a pool without `AuditablePool` is not audited.
-        ledger: receives repetitions and verdicts.
-        layout: entries of the parameter vector.
-        every: number of jobs of a worker per audit; 0 disables.
-        emit_incident: receives incidents.
-        refcount: keeps the vectors that a running repetition reads.
-        release: frees the vectors of a result.
-        clock: seconds.
+    `refcount` keeps the vectors that a running repetition reads.
     """
 
-    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout, every: int,
-                 emit_incident: Callable[[Incident], None], refcount: VectorRefcount,
-                 release: Callable[[JobResult], None], clock: Callable[[], float]) -> None:
+    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout, every: int, emit_incident: Callable[[Incident], None],
+                 refcount: VectorRefcount, release: Callable[[JobResult], None], clock: Callable[[], float]) -> None:
         self._pool = pool if isinstance(pool, AuditablePool) else None
-        self._ledger = ledger
-        self._layout = layout
         self._every = every if self._pool else 0
-        self._emit_incident = emit_incident
-        self._refcount = refcount
-        self._release = release
-        self._clock = clock
-        self._agree = Comparison(layout).agree
+        self._ledger, self._layout, self._clock = ledger, layout, clock
+        self._emit_incident, self._refcount, self._release = emit_incident, refcount, release
+        self._agree = partial(agree, layout)
         self._numbers = itertools.count(1)
         self._cases: dict[Key, Case] = {}
         # worker -> jobs since its last audit
@@ -81,15 +64,8 @@ class Audits:
         # outer iteration -> audits with a verdict
         self.num_audited: Counter[int] = Counter()
 
-    # Jobs -----------------------------------------------------------------------------------------
-
     def submitted(self, plan: object, job: Job) -> None:
-        """Count a job that was just submitted, and begin its audit if it is its turn.
-
-        Args:
-            plan: plan of the outer iteration; a repeated outer iteration has another object.
-            job: the job.
-        """
+        """Count a job that was just submitted, and begin its audit if it is its turn."""
         if not self._every or self._pool is None:
             return
         key, worker = (job.outer_iter, job.job), self._pool.worker_of(job)
@@ -106,7 +82,12 @@ class Audits:
         is_round = self._round is not None and self._round.plan is plan
         if self._since[worker] >= self._every and len(self._pool.workers_alive()) > 1:
             if not is_round:
-                self._begin_round(plan)
+                self._round = Round(plan, partners({alive: self._pool.identity_of(alive).host
+                                                    for alive in self._pool.workers_alive()}))
+                # audit a job of each worker: the newest ones, which run
+                for other, its_worker in reversed(self._under_way.values()):
+                    if its_worker not in self._round.audited:
+                        self._open(other, its_worker)
             self._open(job, worker)
         elif self._round is not None and is_round and worker not in self._round.audited:
             self._open(job, worker)
@@ -166,16 +147,8 @@ class Audits:
         found, self._concluded = self._concluded, []
         return found
 
-    # Repetitions ----------------------------------------------------------------------------------
-
     def feed(self, outer_iter: int, patience_s: float, *, is_stopping: bool) -> None:
-        """Give repetitions of an outer iteration to idle workers.
-
-        Args:
-            outer_iter: the outer iteration.
-            patience_s: seconds to wait for a worker when no suitable one is alive.
-            is_stopping: the run stops; audits without a sign of a fault end.
-        """
+        """Give repetitions to idle workers; wait `patience_s` while no suitable one is alive."""
         if not self._cases or self._pool is None:
             return
         cases = [case for case in self._cases.values() if case.job.outer_iter == outer_iter and case.needs_run]
@@ -215,21 +188,16 @@ class Audits:
             if isinstance(outcome, JobResult):
                 self._release(outcome)
             return
-        problem = self._problem(outcome)
-        if problem:
-            self._failed(case, outcome, *problem)
+        if isinstance(outcome, JobFailure):
+            self._failed(case, outcome, outcome.reason, outcome.kind)
+        elif damage := is_damaged(outcome, self._layout):
+            self._failed(case, outcome, f"its result arrived damaged: {damage}", FailureKind.DAMAGED_RESULT)
+        elif outcome.remainder:
+            self._failed(case, outcome, "was asked to end before its job was done", FailureKind.ASKED_TO_END)
         else:
-            assert isinstance(outcome, JobResult)
             case.runs.append(self._run(outcome))
             if case.original:
                 self._judge(case)
-
-    def _problem(self, outcome: Outcome) -> tuple[str, FailureKind] | None:
-        if isinstance(outcome, JobFailure):
-            return outcome.reason, outcome.kind
-        if damage := is_damaged(outcome, self._layout):
-            return f"its result arrived damaged: {damage}", FailureKind.DAMAGED_RESULT
-        return ("was asked to end before its job was done", FailureKind.ASKED_TO_END) if outcome.remainder else None
 
     def _failed(self, case: Case, outcome: Outcome, problem: str, kind: FailureKind) -> None:
         if isinstance(outcome, JobResult):
@@ -237,10 +205,9 @@ class Audits:
         if kind is FailureKind.QUARANTINED:
             return
         case.num_failed += 1
-        self._emit_incident(Incident(
-            "worker_replaced", f"worker {outcome.worker} failed while it repeated job {case.job.job} of outer iteration "
-            f"{case.job.outer_iter + 1} for the audit ({problem}); no job is lost.",
-            case.job.outer_iter, case.job.job, outcome.worker, kind=kind))
+        self._emit_incident(Incident("worker_replaced", f"worker {outcome.worker} failed while it repeated job {case.job.job} of "
+                                     f"outer iteration {case.job.outer_iter + 1} for the audit ({problem}); no job is lost.",
+                                     case.job.outer_iter, case.job.job, outcome.worker, kind=kind))
         if case.num_failed >= (_MAX_FAILED_IF_DIFFERENT if len(case.runs) > 1 else _MAX_FAILED):
             case.has_no_others = True
             self._end_without_verdict(case)
@@ -271,8 +238,6 @@ class Audits:
         elif case.original:
             self._judge(case)
 
-    # Verdicts -------------------------------------------------------------------------------------
-
     def _judge(self, case: Case) -> None:
         """Compare the runs of a job whose original has ended."""
         found = verdict(case.runs, self._agree, others=not case.has_no_others)
@@ -283,18 +248,14 @@ class Audits:
             self._end_auditing(case)
         elif found.outcome == "undecided":
             self._end_without_verdict(case)
-        elif not found.is_open:
-            self._decide(case, found)
-
-    def _decide(self, case: Case, found: Verdict) -> None:
-        assert case.original
-        for run in found.right:
-            self._agreed[run.worker] = case.job.outer_iter
-        self._end(case, found.outcome, found.faulty, found.right, is_right=case.runs[0] in found.right)
-        for worker in found.faulty:
-            self._quarantine(case, worker, found.right)
-            for other in list(self._cases.values()):
-                self._distrust(other, worker)
+        elif found.outcome in ("agreed", "decided"):
+            for run in found.right:
+                self._agreed[run.worker] = case.job.outer_iter
+            self._end(case, found.outcome, found.faulty, found.right, is_right=case.runs[0] in found.right)
+            for worker in found.faulty:
+                self._quarantine(case, worker, found.right)
+                for other in list(self._cases.values()):
+                    self._distrust(other, worker)
 
     def _quarantine(self, case: Case, worker: int, right: Sequence[Run]) -> None:
         assert self._pool
@@ -307,10 +268,9 @@ class Audits:
         if worker not in self._quarantined:
             self._quarantined.add(worker)
             consequence = self._pool.quarantine(worker)
-        self._emit_incident(Incident(
-            "worker_quarantined", f"{name} computed a wrong result of job {case.job.job} of outer iteration "
-            f"{case.job.outer_iter + 1}, according to {others}{_how(case.runs)}. {consequence}{suspect}.",
-            case.job.outer_iter, case.job.job, worker))
+        self._emit_incident(Incident("worker_quarantined", f"{name} computed a wrong result of job {case.job.job} of outer "
+                                     f"iteration {case.job.outer_iter + 1}, according to {others}{_how(case.runs)}. "
+                                     f"{consequence}{suspect}.", case.job.outer_iter, case.job.job, worker))
 
     def _distrust(self, case: Case, worker: int) -> None:
         """Remove the runs of a worker at fault from another audit."""
@@ -356,15 +316,7 @@ class Audits:
 
     def _end(self, case: Case, outcome: str, faulty: tuple[int, ...] = (), right: Sequence[Run] = (), *,
              is_right: bool = True) -> None:
-        """End an audit with its original result if `is_right`, else with another one.
-
-        Args:
-            case: the audit.
-            outcome: for the ledger.
-            faulty: workers at fault.
-            right: runs that may be averaged.
-            is_right: whether the original may be.
-        """
+        """End an audit with its original result if `is_right`, else with a run of `right`."""
         if self._cases.pop(case.key, None) is None:
             return
         if outcome != "skipped":
@@ -381,20 +333,8 @@ class Audits:
         self._free(case, chosen)
 
     def _write(self, case: Case, outcome: str, faulty: tuple[int, ...]) -> None:
-        self._ledger.audited(case.job, outcome, [(run.worker, run.digests[0]) for run in case.runs], faulty,
-                             "bitwise" if all(is_bitwise(case.runs[0], run) for run in case.runs) else "tolerance")
-
-    # Cases ----------------------------------------------------------------------------------------
-
-    def _begin_round(self, plan: object) -> None:
-        """Audit a job of each worker in this outer iteration."""
-        assert self._pool
-        hosts = {worker: self._pool.identity_of(worker).host for worker in self._pool.workers_alive()}
-        self._round = Round(plan, partners(hosts))
-        # the newest jobs: they run
-        for job, worker in reversed(self._under_way.values()):
-            if worker not in self._round.audited:
-                self._open(job, worker)
+        self._ledger.audited(case.job, outcome, [(run.worker, run.digests[0]) for run in case.runs],
+                             faulty, "tolerance" if _how(case.runs) else "bitwise")
 
     def _open(self, job: Job, worker: int) -> None:
         assert self._round

@@ -41,18 +41,17 @@ class Case:
         return self.job.outer_iter, self.job.job
 
     @property
-    def used(self) -> set[int]:
-        """Workers that run the job or have run it."""
-        return {self.worker, *self.running.values(), *(run.worker for run in self.runs)}
-
-    @property
     def needs_run(self) -> bool:
         """Whether a repetition must begin now; the first is compared with the original."""
         return not self.running and (self.original is not None or not self.runs)
 
     def may_run_on(self, worker: int) -> bool:
         """Whether a worker may run the next repetition."""
-        return worker in self.again if self.again else worker not in self.used
+        if self.again:
+            return worker in self.again
+        # not one that runs the job or has run it
+        used = {self.worker, *self.running.values(), *(run.worker for run in self.runs)}
+        return worker not in used
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +63,7 @@ class Conclusion:
     # False: it is wrong, and the job must run again
     is_right: bool
     # workers at fault, which are in quarantine now
-    faulty: tuple[int, ...] = ()
+    faulty: tuple[int, ...]
 
 
 @dataclass
@@ -90,12 +89,9 @@ def work_done(pieces: Sequence[WorkItem], remainder: Sequence[WorkItem]) -> tupl
 
 
 def partners(hosts: Mapping[int, str]) -> dict[int, int]:
-    """Assign another worker to each worker, on another machine where possible.
+    """Assign another worker to each worker, on another machine where possible (worker -> machine).
 
     Every worker is assigned once, so all repetitions of a round can run at the same time.
-
-    Args:
-        hosts: worker -> machine.
     """
     workers = sorted(hosts, key=lambda worker: (hosts[worker], worker))
     if len(workers) < 2:

@@ -9,15 +9,16 @@ compared with `TOLERANCE`, so only large faults are found.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ngsgd.training.auditing.pool import WorkerIdentity
-from ngsgd.training.job import Fisher, JobResult
+from ngsgd.training.job import JobResult
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import part_of_initial_parameters
@@ -41,7 +42,7 @@ class Run:
     identity: WorkerIdentity
     result: JobResult
     # digests of everything that the result contributes to the run
-    digests: tuple[str, ...] = field(default=())
+    digests: tuple[str, ...]
 
     @classmethod
     def of(cls, result: JobResult, identity: WorkerIdentity) -> Run:
@@ -53,57 +54,45 @@ def digests_of(result: JobResult) -> tuple[str, ...]:
     own = ""
     if result.own is not None and result.own is not result.sent and result.own.is_here:
         own = f"{digest(result.own.read()):016x}"
-    # repr: NaN equals NaN
-    return (f"{result.digest:016x}", own, _digest_of_fisher(result.fisher), repr(result.objf), str(result.num_frames),
-            str(result.num_minibatches))
-
-
-def _digest_of_fisher(fisher: Fisher | None) -> str:
-    if fisher is None:
-        return ""
-    found = hashlib.blake2b(digest_size=8)
-    for name, state in sorted(fisher.items()):
+    of_fisher = hashlib.blake2b(digest_size=8)
+    for name, state in sorted((result.fisher or {}).items()):
         for key, value in sorted(state.items()):
-            found.update(f"{name}/{key}".encode())
-            found.update(np.ascontiguousarray(value).tobytes())
-    return found.hexdigest()
+            of_fisher.update(f"{name}/{key}".encode())
+            of_fisher.update(np.ascontiguousarray(value).tobytes())
+    # repr: NaN equals NaN
+    return (f"{result.digest:016x}", own, "" if result.fisher is None else of_fisher.hexdigest(),
+            repr(result.objf), str(result.num_frames), str(result.num_minibatches))
 
 
 def is_bitwise(one: Run, other: Run) -> bool:
     """Whether the results of these workers must be bitwise identical."""
-    return (one.identity.is_reproducible and other.identity.is_reproducible
-            and one.identity.bits == other.identity.bits)
+    return one.identity.is_reproducible and other.identity.is_reproducible and one.identity.bits == other.identity.bits
 
 
-@dataclass(frozen=True)
-class Comparison:
+def agree(layout: FlatLayout, one: Run, other: Run) -> bool:
     """Whether two runs of a job agree."""
+    if one.digests == other.digests:
+        return True
+    mine, theirs = one.result, other.result
+    if is_bitwise(one, other) or mine.num_minibatches != theirs.num_minibatches:
+        return False
+    norms = _norm(mine, layout), _norm(theirs, layout)
+    largest = max(abs(mine.objf), abs(theirs.objf), SMALLEST_OBJECTIVE)
+    objectives = abs(mine.objf - theirs.objf) / largest
+    # NaN is not less
+    return (objectives <= TOLERANCE and all(map(math.isfinite, norms))
+            and abs(norms[0] - norms[1]) / max(*norms, 1e-30) <= TOLERANCE)
 
-    layout: FlatLayout
 
-    def agree(self, one: Run, other: Run) -> bool:
-        if one.digests == other.digests:
-            return True
-        return not is_bitwise(one, other) and self.distance(one.result, other.result) <= TOLERANCE
-
-    def distance(self, one: JobResult, other: JobResult) -> float:
-        """Larger relative difference: of the objectives, or of the norms of the deltas."""
-        if one.num_minibatches != other.num_minibatches:
-            return float("inf")
-        objectives = abs(one.objf - other.objf) / max(abs(one.objf), abs(other.objf), SMALLEST_OBJECTIVE)
-        mine, theirs = self._norm(one), self._norm(other)
-        found = max(objectives, abs(mine - theirs) / max(mine, theirs, 1e-30))
-        # max() ignores NaN in its second argument
-        return found if np.isfinite([objectives, mine, theirs]).all() else float("inf")
-
-    def _norm(self, result: JobResult) -> float:
-        """Norm of the change of the parameters that a job sends."""
-        sent, total = result.sent.read(), 0.0
-        start = None if result.job.returns == "move" else part_of_initial_parameters(result.job.start, self.layout)
-        for source, target in self.layout.fragment(*result.job.send):
-            change = (sent[target] if start is None else sent[target] - start(source)).astype(np.float64)
-            total += float(np.dot(change, change))
-        return float(np.sqrt(total))
+def _norm(result: JobResult, layout: FlatLayout) -> float:
+    """Norm of the change of the parameters that a job sends."""
+    sent, total = result.sent.read(), 0.0
+    is_move = result.job.returns == "move"
+    start = None if is_move else part_of_initial_parameters(result.job.start, layout)
+    for source, target in layout.fragment(*result.job.send):
+        change = (sent[target] - start(source) if start else sent[target]).astype(np.float64)
+        total += float(np.dot(change, change))
+    return float(np.sqrt(total))
 
 
 # workers that are asked before each of them repeats the job
@@ -112,8 +101,7 @@ _MAX_WORKERS = 3
 Outcome = Literal["agreed", "decided", "ask_other", "ask_again", "alone", "undecided", "not_reproducible"]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A verdict; `right` and `faulty` belong to "agreed" and "decided", `again` to "ask_again"."""
 
     outcome: Outcome
@@ -123,19 +111,9 @@ class Verdict:
     # workers whose second run is needed
     again: tuple[int, ...] = ()
 
-    @property
-    def is_open(self) -> bool:
-        return self.outcome in ("ask_other", "ask_again")
-
 
 def verdict(runs: Sequence[Run], agree: Callable[[Run, Run], bool], *, others: bool) -> Verdict:
-    """Judge the runs of a job.
-
-    Args:
-        runs: at least one run.
-        agree: comparison of two runs.
-        others: whether a worker without a run can be asked.
-    """
+    """Judge the runs of a job; `others`: whether a worker without a run can be asked."""
     workers = list(dict.fromkeys(run.worker for run in runs))
     for one, other in combinations(runs, 2):
         if one.worker != other.worker and agree(one, other):

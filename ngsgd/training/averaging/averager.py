@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from torch import nn
 
@@ -14,26 +13,14 @@ from ngsgd.training.averaging.averaged_model import AveragedModel
 from ngsgd.training.dispatcher import Dispatcher, OuterIterationState
 from ngsgd.training.job import JobResult, ResultsLost
 from ngsgd.training.job_init import JobInitializer
-from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import Checkpoint
 from ngsgd.training.task import Task
-from ngsgd.training.validation.acceptance import Verdicts, best_alone, judge, too_few
+from ngsgd.training.validation.acceptance import HeldOutCheck, Verdicts, best_alone, judge, max_objf_gap, too_few
 from ngsgd.training.validation.checksums import is_finite
-from ngsgd.training.validation.held_out_check import HeldOutCheck, max_objf_gap
 from ngsgd.training.validation.plausibility import disagrees
 from ngsgd.training.worker import initial_parameters
-
-
-class _Gathered(NamedTuple):
-    """The accepted results of an outer iteration."""
-
-    verdicts: Verdicts
-    # set if too few results were accepted; nothing is averaged then
-    error: NgsgdError | None
-    # vectors of the accepted jobs, or only their mean
-    vectors: Sequence[Vector | Mean]
-    weights: Sequence[float]
 
 
 class Averager:
@@ -41,13 +28,9 @@ class Averager:
 
     def __init__(self, task: Task, model: nn.Module, averaged: AveragedModel, dispatcher: Dispatcher,
                  job_init: JobInitializer) -> None:
-        self.task = task
-        self.averaged = averaged
-        self.dispatcher = dispatcher
-        self.job_init = job_init
-        self.layout = averaged.layout
-        self.failure = averaged.settings.failure
-        gap = max_objf_gap(task, self.failure.max_objf_gap, averaged.settings.seed)
+        self.task, self.averaged, self.layout = task, averaged, averaged.layout
+        self.dispatcher, self.job_init = dispatcher, job_init
+        gap = max_objf_gap(task, averaged.settings.failure.max_objf_gap, averaged.settings.seed)
         self.held_out = HeldOutCheck(task, model, self.layout, gap)
 
     def average(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
@@ -63,11 +46,10 @@ class Averager:
             return [], None
         self.held_out.begin(self.averaged.parameters(), self.task.growth.stage(state.plan.outer_iter))
         while True:
-            gathered = self._gather(state)
-            if gathered.error:
-                return gathered.verdicts, gathered.error
-            accepted = [result for result, reason in gathered.verdicts if not reason]
-            self.averaged.step(state.plan, self.job_init, gathered.vectors, gathered.weights, len(accepted))
+            verdicts, error = self._step(state)
+            if error:
+                return verdicts, error
+            accepted = [result for result, reason in verdicts if not reason]
             try:
                 bad, error = self._check_average(state, accepted)
             except ResultsLost as lost:
@@ -75,18 +57,14 @@ class Averager:
                 self._run_again(state, lost)
                 continue
             if not bad and not error:
-                return gathered.verdicts, None
+                return verdicts, None
             self.averaged.restore(before)
             if error:
-                return gathered.verdicts, error
+                return verdicts, error
             state.rejection_reasons |= bad
 
     def take(self, parameters: Vector, origin: str) -> None:
-        """Take a model that was averaged elsewhere as the one that later models are compared with.
-
-        Raises:
-            DivergenceError: it is not finite, or much worse than the last one.
-        """
+        """Take a model averaged elsewhere as the last one; DivergenceError if it is much worse."""
         objf = self.held_out.score(parameters) if is_finite(parameters) else -math.inf
         if failure := self.held_out.failure(objf):
             raise DivergenceError(f"{origin} is not committed: {failure}; lower schedule.lr_initial at all sites, and start them "
@@ -94,12 +72,8 @@ class Averager:
         self.held_out.commit(objf)
 
     def _check_average(self, state: OuterIterationState, accepted: Sequence[JobResult]
-                 ) -> tuple[dict[int, str], DivergenceError | None]:
-        """Score the new model.
-
-        Returns:
-            (reasons to reject results, by job; the error if the model cannot be committed).
-        """
+                       ) -> tuple[dict[int, str], DivergenceError | None]:
+        """Score the new model; return reasons to reject results, or why it is not committed."""
         model = self.averaged.parameters()
         is_sound = is_finite(model)
         objf = self.held_out.score(model) if is_sound else -math.inf
@@ -111,28 +85,26 @@ class Averager:
             return bad, None
         number = state.plan.outer_iter + 1
         if not is_sound:
-            return {}, DivergenceError(
-                f"the model of outer iteration {number} is not finite, although the models of its "
-                f"jobs are: outer.kind={self.averaged.settings.outer.kind} diverged; lower its "
-                "gain and resume.")
+            return {}, DivergenceError(f"the model of outer iteration {number} is not finite, although the models of its jobs "
+                                       f"are: outer.kind={self.averaged.settings.outer.kind} diverged; lower its gain and resume.")
         if failure:
-            return {}, DivergenceError(
-                f"the average of outer iteration {number} is not committed: {failure}, and no "
-                "single result explains it; lower schedule.lr_initial and resume, or restart.")
+            return {}, DivergenceError(f"the average of outer iteration {number} is not committed: {failure}, and no single "
+                                       "result explains it; lower schedule.lr_initial and resume, or restart.")
         self.held_out.commit(objf)
         return {}, None
 
-    def _gather(self, state: OuterIterationState) -> _Gathered:
-        """Validate the results and select those to average; jobs with lost results run again."""
+    def _step(self, state: OuterIterationState) -> tuple[Verdicts, NgsgdError | None]:
+        """Step with the accepted results; return (verdicts, error if too few are accepted)."""
         while True:
-            verdicts, is_contested = judge(
-                state.in_order(), state.rejection_reasons, self.held_out.tolerance,
-                self.task.chance_objf, self.layout)
+            # in the order of the jobs, so that sums do not depend on arrival order
+            results = [state.results[job] for job in sorted(state.results)]
+            verdicts, is_contested = judge(results, state.rejection_reasons, self.held_out.tolerance, self.task.chance_objf,
+                                           self.layout)
             accepted = [result for result, reason in verdicts if not reason]
             weights: list[float] = [result.num_frames for result in accepted]
-            error = too_few(accepted, verdicts, state.plan, self.failure.min_accepted_fraction, len(state.skipped))
+            error = too_few(accepted, verdicts, state.plan, len(state.skipped))
             if error:
-                return _Gathered(verdicts, error, [], [])
+                return verdicts, error
             if state.plan.keeps_best:
                 verdicts = best_alone(verdicts)
                 accepted = [result for result, reason in verdicts if not reason]
@@ -141,14 +113,8 @@ class Averager:
                 if is_contested and (bad := self._bad_results(state, accepted)):
                     state.rejection_reasons |= bad
                     continue
-                # a rule that needs every vector, such as a median, must not receive the mean of the
-                # workers
-                mean = None
-                if self.averaged.optimizer.takes_mean:
-                    mean = self.dispatcher.pool.mean(accepted, weights)
-                if mean is not None:
-                    return _Gathered(verdicts, None, [mean], [1.0])
-                return _Gathered(verdicts, None, [result.sent.read() for result in accepted], weights)
+                self.averaged.step(state.plan, self.job_init, accepted, weights, self.dispatcher.pool)
+                return verdicts, None
             except ResultsLost as lost:
                 # nothing of this outer iteration has been counted yet
                 self._run_again(state, lost)
@@ -158,12 +124,8 @@ class Averager:
         self.dispatcher.finish(state, None, lambda: None)
 
     def _bad_results(self, state: OuterIterationState, accepted: Sequence[JobResult]) -> dict[int, str]:
-        """Score each result alone on held-out data and return reasons to reject, by job.
-
-        If parameter deltas disagree, the result with the best score is trusted.
-        """
-        scores = {result.job.job: self.held_out.score(self._parameters_of(result, state))
-                  for result in accepted}
+        """Score each result alone on held-out data and return reasons to reject, by job."""
+        scores = {result.job.job: self.held_out.score(self._parameters_of(result, state)) for result in accepted}
         best = max(accepted, key=lambda result: scores[result.job.job])
         found = self.held_out.judge(scores)
         for result in accepted:
@@ -174,9 +136,7 @@ class Averager:
         return found
 
     def _parameters_of(self, result: JobResult, state: OuterIterationState) -> Vector:
-        """Return all parameters at the end of a job; outside the fragment sent, those of the
-        model.
-        """
+        """Return all parameters at the end of a job: outside the fragment sent, of the model."""
         job, sent = result.job, result.sent.read()
         if job.returns == "move":
             return initial_parameters(job.start, self.layout) + sent
@@ -188,26 +148,20 @@ class Averager:
         return parameters
 
 
-# Outer iterations whose data are in quarantine ----------------------------------------------------
-#
 # A job whose data were in quarantine before it could run is skipped. It is no evidence about the
-# workers or the model, so it does not count among the jobs of which
-# `failure.min_accepted_fraction` must be accepted. An outer iteration without data is committed
-# with an unchanged model, because a repetition would have no data either. If no other data are
-# left, the run ends. If several jobs put their data in quarantine at once and no other result is
-# there, a shared cause is more likely, such as a lost mount. Nothing is committed then, so that
-# the data are tried again once the cause is removed.
+# workers or the model, so it does not count among the jobs of which half must be
+# accepted. An outer iteration without data is committed with an unchanged model, because a
+# repetition would have no data either. If no other data are left, the run ends. If several jobs put
+# their data in quarantine at once and no other result is there, a shared cause is more likely, such
+# as a lost mount. Nothing is committed then, so that the data are tried again once the cause is
+# removed.
 
 # shards that a message names
 _MAX_NAMED = 16
 
 
 def has_no_data(state: OuterIterationState, before: Progress) -> bool:
-    """Whether the data of all jobs are in quarantine, those of at most one job since this outer
-    iteration.
-
-    If no result has been counted yet, the workers may be at fault.
-    """
+    """Whether all data are in quarantine, those of at most one job since this outer iteration."""
     num_tried = state.plan.num_jobs - len(state.skipped)
     if len(state.without_data) < state.plan.num_jobs:
         return False
@@ -215,11 +169,7 @@ def has_no_data(state: OuterIterationState, before: Progress) -> bool:
 
 
 def message_without_data(state: OuterIterationState, schedule: Schedule) -> str:
-    """Describe an outer iteration without data.
-
-    Raises:
-        QuarantineError: all shards of the data are in quarantine.
-    """
+    """Describe an outer iteration without data; QuarantineError if no data are left."""
     data = {Shard(archive, frame) for archive in range(schedule.num_archives) for frame in range(schedule.frames_per_eg)}
     in_quarantine = (state.avoided | {piece.shard for piece in state.quarantined}
                      | {shard for shard in data if shard.archive in state.damaged})

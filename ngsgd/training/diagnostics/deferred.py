@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,11 +24,6 @@ from ngsgd.training.task import Evaluation, Task
 _NICENESS = 19
 
 
-class _Waiting(NamedTuple):
-    record: OuterIterationRecord
-    diagnosis: Future[Evaluation]
-
-
 class DeferredDiagnostics:
     """Evaluates models in a thread of low priority, and reports their records in order.
 
@@ -39,40 +33,37 @@ class DeferredDiagnostics:
     def __init__(self, model: nn.Module, task: Task, report: Callable[[OuterIterationRecord], None]) -> None:
         # evaluation mode: no dropout
         self._model = copy.deepcopy(model).eval()
-        self._task, self._report = task, report
+        self._report = report
         # raises errors here instead of in the thread after the first outer iteration
         task.prepare_evaluation(self._model)
+        self._evaluate = torch.no_grad()(lambda: task.evaluate(self._model))
         self._thread = ThreadPoolExecutor(1, "ngsgd-diagnostics", initializer=_lower_priority)
-        self._waiting: _Waiting | None = None
+        self._waiting: tuple[OuterIterationRecord, Future[Evaluation]] | None = None
 
     def wait(self) -> None:
         """Block until no record is waiting."""
         if self._waiting:
-            self._pass_on(self._waiting)
+            self._pass_on(*self._waiting)
 
     def report_finished(self) -> None:
         """Report the waiting record if its diagnosis is done."""
-        if self._waiting and self._waiting.diagnosis.done():
-            self._pass_on(self._waiting)
+        if self._waiting and self._waiting[1].done():
+            self._pass_on(*self._waiting)
 
     def add(self, record: OuterIterationRecord, load: Callable[[nn.Module], object]) -> None:
         """Start the diagnosis of the model set by `load`, after waiting for the previous one."""
         self.wait()
         load(self._model)
-        self._waiting = _Waiting(record, self._thread.submit(self._evaluate))
+        self._waiting = record, self._thread.submit(self._evaluate)
 
     def close(self) -> None:
         """Wait for the running evaluation, and end the thread."""
         self._thread.shutdown()
 
-    @torch.no_grad()
-    def _evaluate(self) -> Evaluation:
-        return self._task.evaluate(self._model)
-
-    def _pass_on(self, waiting: _Waiting) -> None:
+    def _pass_on(self, record: OuterIterationRecord, diagnosis: Future[Evaluation]) -> None:
         self._waiting = None
-        found = waiting.diagnosis.result()
-        self._report(replace(waiting.record, train=found.train, valid=found.valid, diagnostics=found.figures))
+        found = diagnosis.result()
+        self._report(replace(record, train=found.train, valid=found.valid, diagnostics=found.figures))
 
 
 def _lower_priority() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors.numpy import load, save
 
 from ngsgd.files import parse_json
 from ngsgd.ops.compression import Codec, Encoded, num_bytes
-from ngsgd.training.parameter_deltas import Exact, compress, decompress
+from ngsgd.training.parameter_deltas import compress, decompress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 Array = npt.NDArray[Any]
@@ -49,11 +50,7 @@ def to_bytes(move: Vector, about: About, codec: Codec | None, layout: FlatLayout
 
 
 def from_bytes(content: bytes, layout: FlatLayout) -> tuple[Vector, About]:
-    """Decode a contribution.
-
-    Raises:
-        ValueError: it is damaged, of another model, or has numbers that are not finite.
-    """
+    """Decode a contribution; ValueError if it is damaged, of another model, or not finite."""
     try:
         arrays = load(content)
         length = int.from_bytes(content[:8], "little")
@@ -82,16 +79,10 @@ def _decoded(arrays: Mapping[str, Array], codec: str, layout: FlatLayout) -> Vec
     if codec not in known:
         raise ValueError(f"its format is {codec!r}")
     num_codes, num_peaks = num_bytes(layout.size, known[codec])
-    _require(arrays, {_CODES: ("uint8", num_codes), _PEAKS: ("float32", num_peaks // 4),
-                      _EXACT: ("float32", sum(part.stop - part.start for part in parts))})
-    exact: list[tuple[int, Vector]] = []
-    first = 0
-    for part in parts:
-        stop = first + part.stop - part.start
-        exact.append((part.start, arrays[_EXACT][first:stop]))
-        first = stop
-    found: Exact = tuple(exact)
-    return decompress(Encoded(known[codec], layout.size, arrays[_CODES], arrays[_PEAKS]), found)
+    ends = [0, *accumulate(part.stop - part.start for part in parts)]
+    _require(arrays, {_CODES: ("uint8", num_codes), _PEAKS: ("float32", num_peaks // 4), _EXACT: ("float32", ends[-1])})
+    exact = tuple((part.start, arrays[_EXACT][first:stop]) for part, (first, stop) in zip(parts, pairwise(ends), strict=True))
+    return decompress(Encoded(known[codec], layout.size, arrays[_CODES], arrays[_PEAKS]), exact)
 
 
 def _require(arrays: Mapping[str, Array], wanted: Mapping[str, tuple[str, int]]) -> None:

@@ -51,12 +51,7 @@ def open_exchange(place: str, size: int) -> ObjectStore:
 
 
 def check_exchange(sites: SitesConfig) -> None:
-    """Raise an error if a new run of a site cannot use its exchange.
-
-    Raises:
-        ConfigError: the place is not valid, or another run is this site.
-        ObjectStorageError: objects cannot be read and written there.
-    """
+    """Raise an error if a new run cannot use its exchange, or another run is this site."""
     store = open_exchange(sites.exchange, 0)
     key = f"checks/{os.urandom(8).hex()}"
     store.create(key, b"")
@@ -71,8 +66,7 @@ class Rounds:
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
-        self.num_sent = 0
-        self.num_received = 0
+        self.num_sent = self.num_received = 0
         # contributions of the present round, which are never replaced
         self._known: dict[str, bytes] = {}
         self._known_round = 0
@@ -80,11 +74,7 @@ class Rounds:
         self._closed: tuple[int, Closed] | None = None
 
     def join(self, site: str, run: str, settings: Mapping[str, Any]) -> None:
-        """Register the run of a site.
-
-        Raises:
-            ConfigError: another run of this site takes part, or another site has other settings.
-        """
+        """Register the run of a site; ConfigError for a second run, or another site's settings."""
         first = self._once(f"sites/{site}.json", {"run": run})
         if first.get("run") != run:
             raise _taken(site, self.store.url, first.get("run"))
@@ -102,16 +92,11 @@ class Rounds:
         return self._read(_INITIAL) or self._write_once(_INITIAL, content)
 
     def publish(self, number: int, site: str, content: bytes) -> bytes:
-        """Write a contribution; return the stored one, which an earlier process may have written.
-        """
+        """Write a contribution; return the stored one, perhaps of an earlier process."""
         return self._keep(number, site, self._write_once(_key(number, site), content))
 
     def contribution(self, number: int, site: str, digest: str = "") -> bytes:
-        """Read a contribution.
-
-        Raises:
-            ObjectStorageError: it is missing, or does not match its digest.
-        """
+        """Read a contribution; ObjectStorageError if it is missing, or has another digest."""
         key = _key(number, site)
         is_known = number == self._known_round and site in self._known
         content = self._known[site] if is_known else self._read(key)
@@ -124,8 +109,8 @@ class Rounds:
     def state(self, number: int, expected: Collection[str]) -> tuple[set[str], Closed | None]:
         """Return (sites that have written a contribution, the round if it is closed).
 
-        All requests are made at the same time, since each one may take a long way. Contributions of
-        the expected sites are read, if they are there.
+        All requests, also for contributions of expected sites, are made at the same time, since
+        each one may take a long way.
         """
         unknown = [site for site in expected if number != self._known_round or site not in self._known]
         with ThreadPoolExecutor(2 + len(unknown)) as threads:
@@ -143,12 +128,7 @@ class Rounds:
         return there, self._note(number, end[0]) if end else None
 
     def closed(self, number: int, *, if_known: bool = False) -> Closed | None:
-        """Return the contributions of a round; None while it is open.
-
-        Args:
-            number: of the round.
-            if_known: make no request; None if this process has not read it.
-        """
+        """Return a round, None while it is open; `if_known` makes no request."""
         if self._closed and self._closed[0] == number:
             return self._closed[1]
         if if_known:
@@ -192,7 +172,13 @@ class Rounds:
         return content
 
     def _note(self, number: int, content: bytes) -> Closed:
-        self._closed = number, _closed(content, self.store.url)
+        what = f"a closed round in {self.store.url}"
+        tree = _checked(content, what)
+        digests, rejected = tree.get("digests"), tree.get("rejected")
+        if not (isinstance(digests, dict) and isinstance(rejected, dict)
+                and all(isinstance(one, str) for one in (*digests.values(), *rejected.values()))):
+            raise ObjectStorageError(f"{what} is damaged; start a new exchange.")
+        self._closed = number, Closed(digests, rejected)
         return self._closed[1]
 
     def _read(self, key: str) -> bytes | None:
@@ -223,16 +209,6 @@ def _key(number: int, site: str) -> str:
 
 def _text(tree: Mapping[str, Any]) -> bytes:
     return json.dumps(sealed("site", tree)).encode()
-
-
-def _closed(content: bytes, url: str) -> Closed:
-    tree = _checked(content, f"a closed round in {url}")
-    digests, rejected = tree.get("digests"), tree.get("rejected")
-    for one in (digests, rejected):
-        if not isinstance(one, dict) or not all(isinstance(value, str) for value in one.values()):
-            raise ObjectStorageError(f"a closed round in {url} is damaged; start a new exchange.")
-    assert isinstance(digests, dict) and isinstance(rejected, dict)
-    return Closed(digests, rejected)
 
 
 def _checked(content: bytes, what: str) -> dict[str, Any]:

@@ -14,10 +14,11 @@ and no delta is lost or counted twice.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +30,13 @@ from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.sites.closing import Ahead, RoundCloser
 from ngsgd.training.sites.contribution import About, from_bytes, to_bytes
-from ngsgd.training.sites.rounds import Closed, Rounds
+from ngsgd.training.sites.rounds import Closed, Rounds, digest_of
 from ngsgd.training.storage.checkpoint import Checkpoint
 
 _RETRY_S = 1.0
+# polls of the contributions of other sites, and of messages from the thread of an exchange
+_FIRST_POLL_S, _LAST_POLL_S, _MESSAGE_POLL_S = 0.05, 1.0, 0.02
 # numbers of a checkpoint
 _ROUND, _AHEAD = "round", "ahead"
 # no outer iteration
@@ -58,17 +60,39 @@ class Event(NamedTuple):
     message: str
 
 
-class SiteAverage:
-    """The part of one site in the averages over sites.
+class Ahead:
+    """An exchange in a thread, without the average; `exchange` gets a receiver of messages."""
 
-    Args:
-        rounds: the objects of the exchange.
-        settings: of the run.
-        layout: of the parameters.
-        num_outer_iters: of the run.
-        run: name of the run, which no other run has.
-        clock: time, and the request to stop.
-    """
+    def __init__(self, snapshot: Vector, outer_iter: int, max_wait_s: float,
+                 exchange: Callable[[Callable[[str], None]], None]) -> None:
+        self.snapshot, self.outer_iter, self.max_wait_s = snapshot, outer_iter, max_wait_s
+        self._messages: SimpleQueue[str] = SimpleQueue()
+        self._error: Exception | None = None
+
+        def run() -> None:
+            try:
+                exchange(self._messages.put)
+            except Exception as error:  # raised by `wait`
+                self._error = error
+        self._thread = threading.Thread(target=run, name="ngsgd-sites", daemon=True)
+        self._thread.start()
+
+    def wait(self, report: Callable[[str], None]) -> None:
+        """Wait for the end, report messages in this thread, and raise the error of the exchange."""
+        is_alive = True
+        while is_alive:
+            is_alive = self._thread.is_alive()
+            try:
+                report(self._messages.get(timeout=_MESSAGE_POLL_S) if is_alive else self._messages.get_nowait())
+                is_alive = True
+            except Empty:
+                pass
+        if self._error is not None:
+            raise self._error
+
+
+class SiteAverage:
+    """The part of one site in the averages over sites; no other run has the name `run`."""
 
     def __init__(self, rounds: Rounds, settings: EngineSettings, layout: FlatLayout, num_outer_iters: int, run: str,
                  clock: SiteClock | None = None) -> None:
@@ -85,7 +109,6 @@ class SiteAverage:
         self._ahead: Ahead | None = None
         # bytes sent and received in figures
         self._told = (0, 0)
-        self._closer = RoundCloser(rounds, self.sites, layout, clock=self.clock.now, sleep=self.clock.sleep)
 
     @property
     def gain(self) -> float:
@@ -102,12 +125,9 @@ class SiteAverage:
         return (outer_iter + 1) % self.sites.period == 0 or self._is_last(outer_iter)
 
     def begin(self, start: Checkpoint) -> Checkpoint:
-        """Return the checkpoint to start from; a new run takes the initial parameters of the first
-        site.
+        """Return the checkpoint to start from, for a new run with the first site's parameters.
 
-        Raises:
-            ConfigError: another site has other settings, or another run is this site.
-            ObjectStorageError: a new run cannot use the exchange.
+        Raises ConfigError if another site has other settings, or another run is this site.
         """
         self._since = self.clock.now()
         if not start.model_sha256:
@@ -132,21 +152,15 @@ class SiteAverage:
         return start
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: B, the buffers of the outer rule, the round, and the outer
-        iteration of an exchange that is under way, which began with the model of the checkpoint.
-        """
+        """The state for a checkpoint: B, buffers, the round, and the exchange under way."""
         state, ahead = self._base.state_dict(), self._ahead.outer_iter if self._ahead else _NONE
         return {"arrays": state["arrays"], "numbers": {**state["numbers"], _ROUND: float(self.round), _AHEAD: float(ahead)}}
 
     def average(self, parameters: Vector, outer_iter: int, lr: float) -> dict[str, float]:
         """Average with the other sites if it is time; changes `parameters` of this site.
 
-        Returns:
-            Figures for the record of the outer iteration; empty if no average has ended.
-
-        Raises:
-            RunInterrupted: a stop was requested before the round was closed. The resumed run
-                repeats the outer iteration, with the same result.
+        Returns figures for the record, empty if no average has ended. Raises RunInterrupted if a
+        stop was requested before the round was closed; a resumed run repeats the outer iteration.
         """
         figures: dict[str, float] = {}
         if self._ahead is not None:
@@ -161,7 +175,6 @@ class SiteAverage:
         return {**{name: figures.get(name, 0) + value for name, value in now.items()}, "round": self.round}
 
     def _start(self, snapshot: Vector, outer_iter: int) -> None:
-        """Begin an exchange in a thread."""
         number, max_wait_s = self.round + 1, self._max_wait_s()
 
         def exchange(on_wait: Callable[[str], None]) -> None:
@@ -184,7 +197,6 @@ class SiteAverage:
         return self._figures(began, first, counted)
 
     def _average_now(self, parameters: Vector, outer_iter: int, lr: float) -> dict[str, float]:
-        """Exchange and compute an average at once."""
         began, first, counted = self.clock.now(), self.round, 0
         is_last, max_wait_s = self._is_last(outer_iter), self._max_wait_s()
         while True:
@@ -222,9 +234,7 @@ class SiteAverage:
                 "sent_bytes": sent - before[0], "received_bytes": received - before[1]}
 
     def _average(self, parameters: Vector, outer_iter: int, lr: float, max_wait_s: float) -> int:
-        """Compute all closed rounds and then one with the present delta; return its number of
-        sites.
-        """
+        """Compute all closed rounds, then one with the present delta; return its site count."""
         while True:
             closed = self._exchange(self.round + 1, parameters, outer_iter, max_wait_s, self._report_wait)
             ended_at = self._step(closed, parameters, lr)
@@ -245,7 +255,43 @@ class SiteAverage:
         if before is None:
             last = self.rounds.closed(number - 1) if number > 1 else None
             before = set(last.digests if last else self.sites.counts)
-        return self._closer.wait(number, before, max_wait_s, partial(self._check_stop, outer_iter), on_wait)
+        return self._closed(number, before, outer_iter, max_wait_s, on_wait)
+
+    def _closed(self, number: int, required: set[str], outer_iter: int, max_wait_s: float,
+                on_wait: Callable[[str], None]) -> Closed:
+        """Wait until this or another site has closed a round.
+
+        A round waits for the sites of the round before it, except those that have finished. Other
+        sites are part of it if their contributions are there in time.
+        """
+        began, delay, is_told = self.clock.now(), _FIRST_POLL_S, False
+        while True:
+            there, closed = self.rounds.state(number, required)
+            if closed is not None:
+                return closed
+            absent = required - there
+            if absent and delay > _FIRST_POLL_S:
+                absent -= self.rounds.finished()
+            if not absent or self.clock.now() - began > max_wait_s:
+                break
+            self._check_stop(outer_iter)
+            if not is_told and self.clock.now() - began > max_wait_s / 2:
+                is_told = True
+                on_wait(f"round {number} of the sites has waited {max_wait_s / 2:.0f} s for "
+                        f"{', '.join(sorted(absent))}, and waits up to {max_wait_s / 2:.0f} s more")
+            self.clock.sleep(delay)
+            delay = min(1.5 * delay, _LAST_POLL_S)
+        digests, rejected = {}, {}
+        for site in there & set(self.sites.counts):
+            content = self.rounds.contribution(number, site)
+            try:
+                _, about = from_bytes(content, self.layout)
+                if (about.site, about.round) != (site, number):
+                    raise ValueError(f"it is of site {about.site} and round {about.round}")
+                digests[site] = digest_of(content)
+            except ValueError as error:
+                rejected[site] = str(error)
+        return self.rounds.close(number, digests, rejected)
 
     def _check_stop(self, outer_iter: int) -> None:
         if self.clock.stop.requested():

@@ -41,14 +41,11 @@ class _Entry(Generic[Memory]):
 
 
 class SnapshotBook(Generic[Memory]):
-    """Which memory belongs to which job.
+    """Which memory belongs to which job; without a store no job has snapshots.
 
     A retry gets the memory of the failed attempt. If an attempt that continued from a snapshot
     fails without a later one, the snapshot itself may be the cause: the next attempt starts at the
     beginning of the job.
-
-    Args:
-        store: allocates the memory; None: no job has snapshots.
     """
 
     def __init__(self, store: MemoryStore[Memory] | None) -> None:
@@ -56,10 +53,7 @@ class SnapshotBook(Generic[Memory]):
         self._entries: dict[tuple[int, int], _Entry[Memory]] = {}
 
     def lend(self, job: Job, worker: int) -> Memory | None:
-        """Return the memory of a job for an attempt.
-
-        None if another worker runs the same job at this time, such as for an audit.
-        """
+        """Return the memory of a job; None if another worker runs it now, as for an audit."""
         if self._store is None:
             return None
         # jobs of at most two outer iterations run together
@@ -75,6 +69,10 @@ class SnapshotBook(Generic[Memory]):
         entry.began_at = self._store.newest(entry.memory)
         return entry.memory
 
+    def newest(self, memory: Memory) -> int:
+        """Return the minibatches of the newest snapshot; 0 without one."""
+        return self._store.newest(memory) if self._store is not None else 0
+
     def ended(self, outcome: Outcome) -> None:
         """Process the outcome of an attempt whose worker lives."""
         if isinstance(outcome, JobFailure) or outcome.remainder:
@@ -83,13 +81,7 @@ class SnapshotBook(Generic[Memory]):
             self._forget((outcome.job.outer_iter, outcome.job.job))
 
     def failed(self, job: Job, worker: int, *, is_gone: bool = True) -> None:
-        """Keep the snapshots of a failed attempt, unless they may be its cause.
-
-        Args:
-            job: the attempt.
-            worker: the worker of the attempt.
-            is_gone: whether its worker has stopped writing.
-        """
+        """Keep the snapshots of a failed attempt, unless they may be its cause or are written."""
         key = (job.outer_iter, job.job)
         if self._store is None or not self._holds(job, worker):
             return

@@ -7,28 +7,110 @@ A snapshot is taken after `failure.snapshot_interval_s`, or later: the time for 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ngsgd.errors import warn
+from ngsgd.optim import Optimizer
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.training.diagnostics.job_sums import JobSums
 from ngsgd.training.job import Job, WorkItem
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.snapshots.job_state import JobState
 from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header, Packed, unpack
+from ngsgd.training.task import Task
 from ngsgd.training.validation.checksums import digest
+
+T = TypeVar("T")
 
 NUM_BLOCKS = 2
 # before the first measurement; memory that is new to a process is slower than a copy
 _BYTES_PER_S = 5e8
 # with snapshots=auto, the fraction of the free memory of the machine that all workers may use
-_MOST_MEMORY = 0.25
+MOST_MEMORY = 0.25
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The objects that a job changes; parameters of layers that are not trained yet included."""
+
+    task: Task
+    model: nn.Module
+    optimizer: Optimizer
+    preconditioner: Preconditioner | None
+    sums: JobSums
+    device: torch.device
+
+    def values(self) -> dict[str, Any]:
+        """Return the current state; its tensors are not copied."""
+        return {"parameters": [p.detach() for p in self.model.parameters()], "buffers": dict(self.model.named_buffers()),
+                "optimizer": self.optimizer.training_state(), "preconditioner": self.preconditioner.state_dict()
+                if self.preconditioner else None, "sums": self.sums.state(), "task": self.task.job_state(),
+                "random": random_states(self.device)}
+
+    def load(self, values: dict[str, Any]) -> None:
+        """Continue from `values`, which another process may have returned."""
+        with torch.no_grad():
+            for p, value in zip(self.model.parameters(), values["parameters"], strict=True):
+                p.copy_(value)
+            for path, module in self.model.named_modules():
+                for name, buffer in module._buffers.items():
+                    if (value := values["buffers"].get(f"{path}.{name}" if path else name)) is None:
+                        continue
+                    if buffer is not None and buffer.shape == value.shape:
+                        buffer.copy_(value)
+                    else:
+                        # such as a cache that grows with the longest input
+                        module._buffers[name] = value.to(self.device)
+        self.optimizer.load_training_state(values["optimizer"])
+        if self.preconditioner is not None:
+            self.preconditioner.load_state_dict(values["preconditioner"])
+        self.sums.load_state(values["sums"])
+        self.task.load_job_state(values["task"])
+        # last, because the steps above may use random numbers
+        set_random_states(values["random"], self.device)
+
+
+def is_random_reader(batches: Iterator[T], device: torch.device) -> tuple[bool, Iterator[T]]:
+    """Read one minibatch; return whether that used the global generators, and all minibatches."""
+    # the restored states are those after the completed minibatches, which are read again
+    before = _comparable(random_states(device))
+    first = list(itertools.islice(batches, 1))
+    return _comparable(random_states(device)) != before, itertools.chain(first, batches)
+
+
+def _comparable(states: Any) -> Any:
+    """Replace each array and tensor of nested values by its bytes."""
+    if isinstance(states, dict):
+        return {key: _comparable(value) for key, value in states.items()}
+    if isinstance(states, tuple):
+        return tuple(_comparable(value) for value in states)
+    return np.asarray(states).tobytes() if isinstance(states, (np.ndarray, Tensor)) else states
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """States of the global generators of torch, NumPy and Python."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Set the states that `random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
 
 
 class SnapshotMemory(Protocol):
@@ -39,6 +121,12 @@ class SnapshotMemory(Protocol):
 
     def block(self, index: int) -> Block:
         """Return a block for reading, of any size."""
+
+    def is_ready(self) -> bool:
+        """Whether a block can be written now."""
+
+    def written(self, index: int, block: Block, *, is_last: bool) -> None:
+        """Keep a block that was written; the worker ends after the last one."""
 
 
 @dataclass
@@ -121,19 +209,15 @@ class Snapshots:
         """Whether the machine has memory for the snapshots of all workers."""
         if not self._limits_memory:
             return True
-        return NUM_BLOCKS * num_bytes * self._num_workers <= _MOST_MEMORY * free_memory()
+        return NUM_BLOCKS * num_bytes * self._num_workers <= MOST_MEMORY * free_memory()
 
 
 class JobSnapshots:
     """The snapshots of one attempt at a job."""
 
     def __init__(self, worker: Snapshots, job: Job, start: Vector, state: JobState, memory: SnapshotMemory) -> None:
-        self.job = job
-        self.state = state
-        self._worker = worker
-        self._memory = memory
-        self._start = start
-        self._identity: bytes | None = None
+        self.job, self.state = job, state
+        self._worker, self._start, self._memory = worker, start, memory
         # mapped for writing; a new mapping costs a page fault per 4 kB
         self._blocks: dict[int, Block] = {}
         self._last = NUM_BLOCKS - 1    # block
@@ -142,19 +226,13 @@ class JobSnapshots:
         self._began = time.perf_counter()
         self._is_off = False
 
-    @property
+    @cached_property
     def identity(self) -> bytes:
         """Hash of everything that determines the result of the job."""
-        if self._identity is None:
-            self._identity = identity_of(self.job, self._start, self.state.device)
-        return self._identity
+        return identity_of(self.job, self._start, self.state.device)
 
     def restore(self) -> int:
-        """Continue from the newest valid snapshot of this job.
-
-        Returns:
-            Number of completed minibatches; 0 if there is no snapshot.
-        """
+        """Continue from the newest valid snapshot; return the minibatches done, 0 without one."""
         found = []
         for index in range(NUM_BLOCKS):
             header = Header.decode(self._memory.block(index)[:HEADER_BYTES].tobytes())
@@ -170,7 +248,7 @@ class JobSnapshots:
 
     def is_due(self, should_stop: bool) -> bool:
         """Whether it is time for a snapshot, or this worker was asked to end."""
-        return (should_stop and self._worker.is_leaving()) or self._worker.timer.is_due()
+        return (should_stop and self._worker.is_leaving()) or (self._worker.timer.is_due() and self._memory.is_ready())
 
     def take(self, num_minibatches: int) -> None:
         """Take a snapshot; without memory, only warn."""
@@ -191,6 +269,7 @@ class JobSnapshots:
                  f"({error.strerror or error}); after a fault it starts at its beginning.")
             return
         packed.write(self._blocks[index], self.identity, num_minibatches)
+        self._memory.written(index, self._blocks[index][:packed.num_bytes], is_last=self._worker.is_leaving())
         self._last = index
         self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
 
@@ -199,7 +278,7 @@ def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
     """Hash everything that determines the result of a job, except the attempt."""
     content = hashlib.blake2b(digest_size=16)
     fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
-              job.keep_fisher, job.keep_own, sorted(job.layer_rates.items()), job.excluded, digest(start), job.start.codec,
+              job.keep_fisher, job.keep_own, job.excluded, digest(start), job.start.codec,
               digest(job.start.own.read()) if job.start.codec and job.start.own else 0,
               # the same arithmetic
               device.type, torch.__version__, torch.get_num_threads())
@@ -212,13 +291,7 @@ def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
 
 
 def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem], range]) -> tuple[WorkItem, ...]:
-    """The work items of a job after its first `done` minibatches.
-
-    Args:
-        pieces: work items.
-        done: completed minibatches.
-        numbers: minibatches of a work item.
-    """
+    """The work items of a job after `done` minibatches; `numbers` returns those of an item."""
     left: list[WorkItem] = []
     for piece in pieces:
         size = len(numbers(piece))
@@ -228,10 +301,7 @@ def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem
     return tuple(left)
 
 
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def free_memory(cgroup: Path = _CGROUP) -> float:
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes that can be allocated without swapping, page cache included."""
     import psutil
 

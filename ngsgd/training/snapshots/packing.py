@@ -1,8 +1,7 @@
 """Nested values with tensors as one block of bytes, with a checksum.
 
 A block is a header, a pickle of the values without the content of their tensors, and the content.
-The header is cleared first and written last, so a process that dies in between leaves a block that
-is not valid.
+The header is cleared first and written last: a process that dies in between leaves none valid.
 """
 
 from __future__ import annotations
@@ -132,10 +131,10 @@ def unpack(block: Block) -> Any:
 
 
 def _at(content: Tensor, place: _Place) -> Tensor:
-    """View of a tensor in the content."""
-    num_bytes = place.dtype.itemsize * max(1, _extent(place.shape, place.strides))
-    flat = content[place.offset:place.offset + num_bytes].view(place.dtype) if 0 not in place.shape \
-        else torch.empty(0, dtype=place.dtype)
+    num_bytes = place.dtype.itemsize * _extent(place.shape, place.strides)
+    flat = torch.empty(0, dtype=place.dtype)
+    if 0 not in place.shape:
+        flat = content[place.offset:place.offset + num_bytes].view(place.dtype)
     return flat.as_strided(place.shape, place.strides)
 
 
@@ -145,9 +144,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the tensor if its elements fill one range of memory, as transposed ones do; else a
-    contiguous copy.
-    """
+    """Return a tensor that fills one range of memory, as transposed ones do, or a copy."""
     if tensor.layout != torch.strided:
         return tensor.to_dense()
     is_dense = tensor.numel() == 0 or _extent(tuple(tensor.shape), tensor.stride()) == tensor.numel()

@@ -122,21 +122,16 @@ def _malformed(line: dict[str, Any]) -> str:
         except ValueError as error:
             return f"{event}: {error}"
     for name in ("pieces", "left"):
-        if not all(map(_is_piece, line.get(name, []))):
-            return f"{event}: {name} holds values that are not work items"
+        for piece in line.get(name, []):
+            if not (isinstance(piece, list) and len(piece) == _PIECE_LENGTH and all(type(number) is int for number in piece[:-1])
+                    and (piece[-1] is None or type(piece[-1]) is int)):
+                return f"{event}: {name} holds values that are not work items"
     numbers = line.get("numbers", {"lr": 0.0})
     if "lr" not in numbers or not all(isinstance(value, _NUMBER) for value in numbers.values()):
         return f"{event}: numbers is {numbers!r:.60}"
     if type(line.get("fence", 0)) is not int:
         return f"{event}: fence is {line['fence']!r:.60}"
     return ""
-
-
-def _is_piece(piece: object) -> bool:
-    if not isinstance(piece, list) or len(piece) != _PIECE_LENGTH:
-        return False
-    *numbers, stop = piece
-    return all(type(number) is int for number in numbers) and (stop is None or type(stop) is int)
 
 
 def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
@@ -146,14 +141,12 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
     min_accepted_fraction = 0.0
 
     def of(outer_iter: int) -> OuterIterationLines:
-        return under_way.setdefault(outer_iter,
-                                    OuterIterationLines(outer_iter, min_accepted_fraction))
+        return under_way.setdefault(outer_iter, OuterIterationLines(outer_iter, min_accepted_fraction))
     for line in lines:
         outer_iter = line.get("outer_iter", -1)
         match line["event"]:
             case "started":
-                # a new process resumes after a certain commit: later or unfinished outer iterations
-                # are repeated
+                # a new process resumes after a certain commit, and repeats later outer iterations
                 min_accepted_fraction = line["min_accepted_fraction"]
                 done = [one for one in done if one.outer_iter <= line["after"]]
                 numbers = {one.outer_iter for one in done}
@@ -170,21 +163,16 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
                 # repeated after a crash between commit and ledger
                 if outer_iter not in numbers:
                     numbers.add(outer_iter)
-                    done.append(under_way.pop(outer_iter,
-                                              OuterIterationLines(outer_iter,
-                                                                  min_accepted_fraction)))
+                    done.append(of(outer_iter))
                     done[-1].commit = line
+                    del under_way[outer_iter]
             case event if event in _SETTLED:
                 of(outer_iter).settled.append(line)
     return done
 
 
 def audit(path: Path) -> list[str]:
-    """Return the findings on a ledger.
-
-    The list is empty if all planned work was either counted exactly once or explicitly dropped,
-    deferred or quarantined.
-    """
+    """Return the findings: none if all work was counted once, or dropped, deferred, quarantined."""
     try:
         lines, problems = _checked_lines(path)
     except OSError as error:
@@ -199,11 +187,9 @@ def audit(path: Path) -> list[str]:
         where = f"outer iteration {one.outer_iter}"
         frames += sum(entry["num_frames"] for entry in one.accepted)
         if frames != one.commit["frames_processed"]:
-            problems.append(f"{where}: {frames} frames accepted, {one.commit['frames_processed']} "
-                            "committed")
+            problems.append(f"{where}: {frames} frames accepted, {one.commit['frames_processed']} committed")
         if one.commit["parent"] != model:
-            problems.append(f"{where}: its parent is {one.commit['parent']!r}, but the previous "
-                            f"model is {model!r}")
+            problems.append(f"{where}: its parent is {one.commit['parent']!r}, but the previous model is {model!r}")
         model = one.commit["model"]
     return problems + list(_pieces_counted_wrongly(done))
 
@@ -219,24 +205,20 @@ def _fences_out_of_order(lines: list[dict[str, Any]]) -> Iterator[str]:
             holder, resumed_after = max(holder, fence), line["after"]
         # a resumed process repeats the commit that it resumes after
         elif line["event"] == "committed" and fence and fence != holder and line["outer_iter"] != resumed_after:
-            yield (f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, "
-                   f"while {holder} wrote")
+            yield (f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, while {holder} wrote")
 
 
 def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     where = f"outer iteration {one.outer_iter}"
     counts = Counter(entry["job"] for entry in one.settled)
-    yield from (f"{where}: job {job} was settled {counts[job]} times" for job in one.planned
-                if counts[job] != 1)
+    yield from (f"{where}: job {job} was settled {counts[job]} times" for job in one.planned if counts[job] != 1)
     yield from (f"{where}: job {job} was not planned" for job in counts if job not in one.planned)
     for entry in one.settled:
         if entry["event"] in ("accepted", "rejected") and (entry["job"], entry["attempt"]) not in one.submitted:
-            yield (f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never "
-                   "submitted")
+            yield (f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never submitted")
         latest = max((attempt for job, attempt in one.submitted if job == entry["job"]), default=0)
         if entry["attempt"] < latest:
-            yield (f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after "
-                   f"attempt {latest} had begun")
+            yield (f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after attempt {latest} had begun")
         if entry["job"] in one.planned and entry["pieces"] != one.planned[entry["job"]]["pieces"]:
             yield f"{where}: job {entry['job']} counted another work item"
     num_accepted, num_jobs = len(one.accepted), len(one.planned)
@@ -245,8 +227,7 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     if one.has_no_data:
         fewest = 0.0
     if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
-        yield (f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} "
-               "committed")
+        yield (f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed")
     # all jobs have the committed learning rate
     rates, committed = {entry["lr"] for entry in one.planned.values()}, one.commit["numbers"]["lr"]
     if one.planned and rates != {committed}:
@@ -261,9 +242,11 @@ def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
     owed: dict[_Pass, list[_Span]] = {}
     for one in done:
         where = f"outer iteration {one.outer_iter}"
-        for name, span in (_pass_and_span(piece) for entry in one.planned.values()
-                           for piece in entry["pieces"]):
-            if name.outer_iter != one.outer_iter and not _covers(owed.get(name, []), span):
+        for name, span in (_pass_and_span(piece) for entry in one.planned.values() for piece in entry["pieces"]):
+            rest = [span]
+            for deferred in owed.get(name, []):
+                rest = _without(rest, deferred)
+            if name.outer_iter != one.outer_iter and rest:
                 yield f"{where}: {_named(name, span)} returns but was never deferred"
             owed[name] = _without(owed.get(name, []), span)
         for entry in one.settled:
@@ -278,44 +261,29 @@ def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
                 for other, put_off in left:
                     rest = _without(rest, put_off) if other == name else rest
                 before = counted.setdefault(name, [])
-                if any(first < stop2 and first2 < stop for first, stop in rest
-                       for first2, stop2 in before):
+                if any(first < stop2 and first2 < stop for first, stop in rest for first2, stop2 in before):
                     yield f"{where}: {_named(name, span)} was counted 2 times"
                 before += rest
 
 
 def _pass_and_span(piece: list[Any]) -> tuple[_Pass, _Span]:
     archive, frame, outer_iter, job, first, stop = piece
-    return _Pass(archive, frame, outer_iter, job), (float(first),
-                                                    math.inf if stop is None else float(stop))
+    return _Pass(archive, frame, outer_iter, job), (float(first), math.inf if stop is None else float(stop))
 
 
 def _without(spans: list[_Span], gone: _Span) -> list[_Span]:
-    """Subtract an interval from the spans."""
-    return [(low, high) for first, stop in spans
-            for low, high in ((first, min(stop, gone[0])), (max(first, gone[1]), stop))
+    return [(low, high) for first, stop in spans for low, high in ((first, min(stop, gone[0])), (max(first, gone[1]), stop))
             if low < high]
-
-
-def _covers(spans: list[_Span], wanted: _Span) -> bool:
-    left = [wanted]
-    for span in spans:
-        left = _without(left, span)
-    return not left
 
 
 def _named(name: _Pass, span: _Span) -> str:
     part = "" if span == (0.0, math.inf) else f", minibatches {span[0]:g} to {span[1]:g}"
-    return (
-        f"archive {name.archive}, frame {name.frame}, planned as job {name.job} of outer iteration "
-        f"{name.outer_iter}{part}"
-    )
+    return (f"archive {name.archive}, frame {name.frame}, planned as job {name.job} of outer iteration {name.outer_iter}{part}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m ngsgd.training.storage.audit",
-        description="Check that a run counted all planned data exactly once; exit code 1: it did not.")
+    parser = argparse.ArgumentParser(prog="python -m ngsgd.training.storage.audit", description="Check that a run counted "
+                                     "all planned data exactly once; exit code 1: it did not.")
     parser.add_argument("run", metavar="RUN_FOLDER", type=Path, help="run folder with ledger.jsonl")
     parser.add_argument("--json", action="store_true", help="print a JSON list of the problems")
     options = parser.parse_args()

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
@@ -47,7 +47,6 @@ from ngsgd.training.job import Fisher
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.records import OuterIterationRecord
-from ngsgd.training.storage.job_states import JobStates
 from ngsgd.training.storage.ledger import piece_fields, pieces_of
 from ngsgd.training.storage.lock import RunLock
 
@@ -60,6 +59,36 @@ _SITE = "site."
 _NAME = re.compile(r"iter-(\d{6,})")
 # of a file that is missing, of another kind or too large; others may be temporary
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class JobStates:
+    """What the jobs of the next outer iteration start from, in addition to the checkpoint."""
+
+    # job -> parameters or delta that its last run ended with
+    own: Mapping[int, Vector] = field(default_factory=dict)
+    # model that these jobs start from; None: that of the checkpoint
+    model: Vector | None = None
+    # of the plan, if it was made before the checkpoint
+    excluded: tuple[str, ...] | None = None
+
+    def write(self, path: Path) -> None:
+        """Write a file."""
+        arrays = {f"own/{job}": vector for job, vector in self.own.items()}
+        if self.model is not None:
+            arrays["model"] = self.model
+        save_arrays(arrays, path, metadata={"plan": json.dumps({"excluded": self.excluded})})
+
+    @classmethod
+    def read(cls, path: Path, size: int) -> JobStates:
+        """Read vectors of `size`; OSError, ValueError or SafetensorError if the file is damaged."""
+        with safe_open(path, framework="np") as file:
+            excluded = json.loads(file.metadata()["plan"])["excluded"]
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if any(vector.shape != (size,) or vector.dtype != np.float32 for vector in arrays.values()):
+            raise ValueError("it belongs to another model")
+        own = {int(name.removeprefix("own/")): vector for name, vector in arrays.items() if name.startswith("own/")}
+        return cls(own, arrays.get("model"), None if excluded is None else tuple(excluded))
 
 
 @dataclass(frozen=True)
@@ -114,15 +143,10 @@ def first_checkpoint(parameters: Vector) -> Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int,
-                 candidates: Collection[int] = (), lock: RunLock | None = None, *, keeps_jobs: bool = True,
-                 jobs_interval: int = 1) -> None:
-        self.directory = directory
-        self.layout = layout
-        self.num_to_keep = num_to_keep
-        # whether checkpoints contain the state of jobs, if there is any
-        self.keeps_jobs = keeps_jobs
-        # outer iterations between two checkpoints that contain it
+    def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int, candidates: Collection[int] = (), lock: RunLock
+                 | None = None, *, jobs_interval: int = 1) -> None:
+        self.directory, self.layout, self.num_to_keep = directory, layout, num_to_keep
+        # outer iterations between two checkpoints that contain the state of jobs
         self.jobs_interval = jobs_interval
         # outer iterations whose models are kept for the final combination, regardless of age
         self.candidates = candidates
@@ -130,42 +154,32 @@ class CheckpointStore:
         # run lock; None gives no protection against a second coordinator
         self.lock = lock
 
-    def save(self, progress: Progress, outer_state: Mapping[str, Any],
-             commit: Mapping[str, Any] = MappingProxyType({}),
-             fisher: Mapping[int, Fisher] = MappingProxyType({}),
-             record: OuterIterationRecord | None = None,
-             jobs: JobStates | None = None) -> Checkpoint:
+    def save(self, progress: Progress, outer_state: Mapping[str, Any], commit: Mapping[str, Any] = MappingProxyType({}),
+             fisher: Mapping[int, Fisher] = MappingProxyType({}), record: OuterIterationRecord | None = None, jobs: JobStates
+             | None = None) -> Checkpoint:
         """Commit an outer iteration, then remove the oldest checkpoints beyond `num_to_keep`.
 
         Args:
             progress: state of the run after the outer iteration.
-            outer_state: state of the outer optimizer.
+            outer_state: of the outer optimizer; its arrays become those of the checkpoint.
             commit: values stored with it, completed by the checksum of the model as "model".
             fisher: job -> Fisher estimates for its next run.
             record: record of the event log that is not written yet.
             jobs: state that the jobs of the next outer iteration continue from.
-
-        Returns:
-            The checkpoint. Its arrays are those of `outer_state`, not copies.
-
-        Raises:
-            CheckpointError: the file system refuses to write.
         """
         arrays = dict(outer_state["arrays"])
         parameters = arrays.pop("model")
         if self.lock:
             self.lock.require_held()
             commit = {**commit, "fence": self.lock.fence}
-        checkpoint = Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit,
-                                dict(fisher), record, jobs)
+        checkpoint = Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit, dict(fisher), record, jobs)
         try:
             with new_directory(self.directory / f"iter-{progress.outer_iter:06d}") as temporary:
                 whole = self._write(temporary, checkpoint)
         except OSError as error:
-            raise CheckpointError(
-                f"outer iteration {progress.outer_iter + 1} could not be saved under "
-                f"{self.directory} ({error.strerror}); free disk space or fix the permissions, "
-                f"then continue with: {interface.resume(self.directory.parent)}") from error
+            raise CheckpointError(f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} "
+                                  f"({error.strerror}); free disk space or fix the permissions, then continue with: "
+                                  f"{interface.resume(self.directory.parent)}") from error
         self._keep_candidates({progress.outer_iter: whole.model_sha256})
         found = self._found()
         # if only some contain the state of jobs, one of two of these may be damaged
@@ -179,8 +193,7 @@ class CheckpointStore:
         return whole
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return (the newest undamaged checkpoint or None, a message for each damaged one
-        skipped).
+        """Return (newest undamaged checkpoint or None, a message for each damaged one skipped).
 
         If only some checkpoints contain the state of jobs, it is the newest one of these. The outer
         iterations after it are repeated, with bitwise identical results.
@@ -206,7 +219,7 @@ class CheckpointStore:
                     raise
                 problems.append(str(error))
                 continue
-            if found.has_jobs or not self.keeps_jobs or self.jobs_interval == 1:
+            if found.has_jobs or self.jobs_interval == 1:
                 return found, problems
             newest = newest or found
         if newest and problems:
@@ -220,17 +233,15 @@ class CheckpointStore:
 
     def wants_jobs(self, outer_iter: int) -> bool:
         """Whether the checkpoint of an outer iteration should contain the state of jobs."""
-        return self.keeps_jobs and outer_iter % self.jobs_interval == 0
+        return outer_iter % self.jobs_interval == 0
 
     def has_jobs(self, outer_iter: int) -> bool:
         """Whether a checkpoint on disk contains the state of jobs."""
         return (self.directory / f"iter-{outer_iter:06d}" / _JOBS).is_file()
 
     def load_model(self, outer_iter: int) -> Vector:
-        """Return the model of a candidate for the final combination, verified against its
-        checksum.
-        """
-        path = self._candidate(outer_iter)
+        """Return the model of a candidate for the final combination, with a verified checksum."""
+        path = self.models / f"iter-{outer_iter:06d}.safetensors"
         try:
             if not matches_digest(path):
                 raise ValueError("its checksum does not match")
@@ -256,28 +267,18 @@ class CheckpointStore:
     def kept(self) -> list[int]:
         """Candidates on disk, newest first."""
         return sorted((_outer_iter(path) for path in self.models.glob("iter-*.safetensors")
-                       if _NAME.fullmatch(path.stem)),
-                      reverse=True)
+                       if _NAME.fullmatch(path.stem)), reverse=True)
 
     def missing_candidates(self, last: int) -> list[int]:
         """Candidates up to outer iteration `last` whose models are missing on disk."""
         return sorted({one for one in self.candidates if one <= last} - set(self.kept()))
 
-    def _candidate(self, outer_iter: int) -> Path:
-        return self.models / f"iter-{outer_iter:06d}.safetensors"
-
     def _keep_candidates(self, digests: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Link to the file of each candidate; uses no space while the checkpoint exists.
-
-        Args:
-            digests: outer iteration -> checksum of the model, of checkpoints that were just
-                written. The others are read.
-        """
+        """Link to the file of each candidate; `digests` are those of checkpoints just written."""
         for path in self._found():
-            target = self._candidate(_outer_iter(path))
+            target = self.models / f"{path.name}.safetensors"
             wanted = _outer_iter(path) in self.candidates and (path / _MODEL).is_file()
-            # an outer iteration that was repeated, because its checkpoint was damaged, has a new
-            # file
+            # an outer iteration repeated because of a damaged checkpoint has a new file
             if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 try:
                     digest = digests.get(_outer_iter(path)) or self.load(path).model_sha256
@@ -285,41 +286,45 @@ class CheckpointStore:
                     if _may_be_undamaged(error.__cause__):
                         raise
                     continue
-                self._keep_candidate(path / _MODEL, target, digest)
-
-    def _keep_candidate(self, model: Path, target: Path, digest: str) -> None:
-        make_directories(self.models)
-        target.unlink(missing_ok=True)
-        keep_digest(target, digest)
-        try:
-            os.link(model, target)
-        except OSError:
-            # not every file system has links
-            shutil.copyfile(model, target)
-            fsync(target)
-        fsync(self.models)
+                make_directories(self.models)
+                target.unlink(missing_ok=True)
+                keep_digest(target, digest)
+                try:
+                    os.link(path / _MODEL, target)
+                except OSError:
+                    # not every file system has links
+                    shutil.copyfile(path / _MODEL, target)
+                    fsync(target)
+                fsync(self.models)
 
     def load(self, path: Path) -> Checkpoint:
         """Load a checkpoint, verified against its checksums and the shapes of the model."""
         try:
-            manifest = _verified_manifest(path)
+            manifest = unsealed("checkpoint", read_json(path / "manifest.json"))
+            if _MODEL not in manifest["files"]:
+                raise ValueError("manifest.json lists no model")
+            for name, expected in manifest["files"].items():
+                if sha256(path / name) != expected:
+                    raise ValueError(f"the checksum of {name} does not match")
             fields = manifest["progress"]
             progress = Progress(**{**fields, "pending": pieces_of(fields["pending"]),
-                                   "quarantined": pieces_of(fields["quarantined"]),
-                                   "bad_examples": tuple(fields["bad_examples"])})
+                                   "quarantined": pieces_of(fields["quarantined"]), "bad_examples": tuple(fields["bad_examples"])})
             if progress.outer_iter != _outer_iter(path):
                 raise ValueError(f"it belongs to outer iteration {progress.outer_iter + 1}")
             state = load_file(path / _MODEL)
             buffers = load_arrays(path / _OUTER) if _OUTER in manifest["files"] else {}
-            fisher = _nested_fisher(load_arrays(path / _FISHER)) if _FISHER in manifest["files"] else {}
+            arrays = load_arrays(path / _FISHER) if _FISHER in manifest["files"] else {}
+            fisher: dict[int, dict[str, dict[str, Any]]] = {}
+            for name, value in arrays.items():
+                job, layer, key = name.split("/")
+                fisher.setdefault(int(job), {}).setdefault(layer, {})[key] = value
             record = OuterIterationRecord.from_json(read_json(path / _RECORD)) if _RECORD in manifest["files"] else None
         # a damaged file can raise anything in a parser; the previous checkpoint is tried then
         except Exception as error:
             if _may_be_undamaged(error):
                 raise CheckpointError(f"checkpoint {path} cannot be read ({error}); check the disk and the permissions, "
                                       "then resume. To continue from an earlier one, remove this folder first.") from error
-            raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is "
-                                  "skipped.") from error
+            raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is skipped.") from error
         if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
             raise CheckpointError(f"checkpoint {path} belongs to a model with other layers; resume "
                                   "with the configuration of that run.")
@@ -327,11 +332,7 @@ class CheckpointStore:
                           manifest["numbers"], manifest["commit"], fisher, record, has_jobs=_JOBS in manifest["files"])
 
     def load_jobs(self, checkpoint: Checkpoint) -> JobStates:
-        """Load the state of jobs of a checkpoint of this store.
-
-        Raises:
-            CheckpointError: it cannot be read, or belongs to another model.
-        """
+        """Load the state of jobs of a checkpoint of this store."""
         path = self.directory / f"iter-{checkpoint.progress.outer_iter:06d}" / _JOBS
         try:
             return JobStates.read(path, self.layout.size)
@@ -356,16 +357,12 @@ class CheckpointStore:
         progress = checkpoint.progress
         fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
                   "quarantined": list(map(piece_fields, progress.quarantined))}
-        manifest = {"files": digests, "numbers": dict(checkpoint.numbers),
-                    "progress": fields, "commit": commit}
-        (folder / "manifest.json").write_text(json.dumps(sealed("checkpoint", manifest), indent=1),
-                                              encoding="utf-8")
+        manifest = {"files": digests, "numbers": dict(checkpoint.numbers), "progress": fields, "commit": commit}
+        (folder / "manifest.json").write_text(json.dumps(sealed("checkpoint", manifest), indent=1), encoding="utf-8")
         return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit, jobs=None)
 
-
     def _found(self) -> list[Path]:
-        return sorted((path for path in self.directory.glob("iter-*")
-                       if _NAME.fullmatch(path.name)), key=_outer_iter)
+        return sorted((path for path in self.directory.glob("iter-*") if _NAME.fullmatch(path.name)), key=_outer_iter)
 
 
 def _may_be_undamaged(error: BaseException | None) -> bool:
@@ -376,29 +373,6 @@ def _may_be_undamaged(error: BaseException | None) -> bool:
 def _outer_iter(path: Path) -> int:
     """Outer iteration of the folder of a checkpoint, or of the file of a candidate."""
     return int(path.stem.removeprefix("iter-"))
-
-
-def _verified_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after verifying its checksums.
-
-    Raises:
-        ValueError: a checksum does not match, or the format is not supported.
-    """
-    manifest = unsealed("checkpoint", read_json(path / "manifest.json"))
-    if _MODEL not in manifest["files"]:
-        raise ValueError("manifest.json lists no model")
-    for name, expected in manifest["files"].items():
-        if sha256(path / name) != expected:
-            raise ValueError(f"the checksum of {name} does not match")
-    return manifest
-
-
-def _nested_fisher(arrays: Mapping[str, Any]) -> dict[int, Fisher]:
-    found: dict[int, dict[str, dict[str, Any]]] = {}
-    for path, value in arrays.items():
-        job, name, key = path.split("/")
-        found.setdefault(int(job), {}).setdefault(name, {})[key] = value
-    return dict(found)
 
 
 def require_room(directory: Path, num_bytes: int) -> None:

@@ -1,8 +1,7 @@
 """The event log: every record of a run, one JSON line each, in the run folder.
 
 It has exactly one "outer_iteration" line for each committed outer iteration, after any crash. Runs
-of a custom task have loss and examples instead of objf and frames; `read_events` returns the latter
-for both.
+of a custom task have loss and examples instead; `read_events` returns objf and frames for both.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ _PART_BYTES = 1 << 20
 _OF_TASK = {"frames_processed": "examples_processed", "num_frames": "num_examples", "objf": "loss"}
 _OF_SPEECH = {name: own for own, name in _OF_TASK.items()}
 # fields that a task does not have, with the values in its records
-_WITHOUT: dict[str, dict[str, Any]] = {
-    "outer_iteration": {"accuracy": 0.0}, "job": {"accuracy": 0.0}, "subset": {"accuracy": 0.0},
-    "finished": {"test_errors": None, "valid_errors": None, "interval": {}}}
+_WITHOUT: dict[str, dict[str, Any]] = {"outer_iteration": {"accuracy": 0.0}, "job": {"accuracy": 0.0}, "subset": {"accuracy": 0.0},
+                                       "finished": {"test_errors": None, "valid_errors": None, "interval": {}}}
 
 
 class EventLog:
@@ -39,15 +37,12 @@ class EventLog:
     Args:
         path: the file.
         after: the newest committed outer iteration, -1 before the first. Lines of later ones belong
-            to commits that were lost with a damaged checkpoint. They are renamed, because the run
-            repeats these outer iterations. None keeps all lines.
+            to commits that were lost with a damaged checkpoint, and are renamed. None keeps them.
         is_speech: False writes losses and examples instead of objf and frames.
-        lock: the run lock. A process that another one has replaced writes no more outer iterations.
-            None gives no protection against a second coordinator.
+        lock: the run lock, without which a process that was replaced writes outer iterations.
     """
 
-    def __init__(self, path: Path, after: int | None = None, *, is_speech: bool = True,
-                 lock: RunLock | None = None) -> None:
+    def __init__(self, path: Path, after: int | None = None, *, is_speech: bool = True, lock: RunLock | None = None) -> None:
         self._is_speech, self._lock = is_speech, lock
         # read first: an error leaves no open file
         self._last = _newest_line(path, after) if path.is_file() else -1
@@ -91,7 +86,8 @@ class EventLog:
         self._lines.close()
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
-        self._lines.append({"event": event, **(fields if self._is_speech else _in_words_of_task(event, fields))})
+        fields = fields if self._is_speech else _converted(event, fields, to_task=True)
+        self._lines.append({"event": event, **fields})
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -106,18 +102,13 @@ def events_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_events(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (event, bytes from its line to the end of the log), the newest event first.
-
-    Only the part of the log that the caller asks for is read. Nothing without a file.
-    """
+    """Yield (event, bytes from its line to the end of the log), the newest event first."""
     for line, num_bytes in lines_from_end(path) if path.is_file() else ():
         yield from ((event, num_bytes) for event in valid_events(parse_json_lines(line)))
 
 
 def valid_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of a log that have all fields of their kind, with values of the right
-    types.
-    """
+    """Return the lines of a log for which `is_valid`, in the words of speech runs."""
     return [event for event in map(_in_words_of_speech, lines) if is_valid(event)]
 
 
@@ -141,11 +132,7 @@ def is_valid(event: dict[str, Any]) -> bool:
 
 
 def _newest_line(path: Path, after: int | None) -> int:
-    """Return the newest outer iteration with a line, -1 without one; later lines are renamed.
-
-    The log is read from its end to the line of `after`. Lines of outer iterations are in order,
-    since those after a lost commit are renamed.
-    """
+    """Return the newest outer iteration up to `after`, -1 without one; rename later lines."""
     newest, changed_bytes = -1, 0
     # closed here: the traceback of a full disk would keep the file open
     with contextlib.closing(lines_from_end(path)) as lines:
@@ -166,8 +153,8 @@ def _newest_line(path: Path, after: int | None) -> int:
 
 def _outer_iter_of(line: str) -> int | None:
     """The outer iteration that a line reports; None for other lines."""
-    return next((event["outer_iter"] for event in valid_events(parse_json_lines(line)) if event["event"] == "outer_iteration"),
-                None)
+    return next((event["outer_iter"] for event in valid_events(parse_json_lines(line))
+                 if event["event"] == "outer_iteration"), None)
 
 
 def _rename_lines(path: Path, num_bytes: int) -> None:
@@ -184,31 +171,25 @@ def _rename_lines(path: Path, num_bytes: int) -> None:
             new.write(line)
 
 
-def _in_words_of_task(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert a record to loss and examples instead of objf and frames."""
-    return {_OF_TASK.get(name, name): 0.0 - value if name == "objf" else _parts(name, value, _in_words_of_task)
-            for name, value in fields.items() if name not in _WITHOUT.get(kind, ())}
-
-
 def _in_words_of_speech(event: dict[str, Any]) -> dict[str, Any]:
-    """Invert `_in_words_of_task`; lines of speech runs are unchanged."""
+    """Convert the line of a task; those of speech runs are unchanged, a damaged one is empty."""
     if event.get("event") not in ("outer_iteration", "finished") or "examples_processed" not in event:
         return event
-    try:
-        return _restored(event["event"], event)
-    except (AttributeError, TypeError):
-        # damaged
-        return {}
+    with contextlib.suppress(AttributeError, TypeError):
+        return _converted(event["event"], event, to_task=False)
+    return {}
 
 
-def _restored(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    found = {_OF_SPEECH.get(name, name): 0.0 - value if name == "loss" else _parts(name, value, _restored)
-             for name, value in fields.items()}
-    return {**found, **_WITHOUT.get(kind, {})}
-
-
-def _parts(name: str, value: Any, change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> Any:
-    """Apply a change to the records inside a record; dictionaries of metrics keep custom names."""
-    if name == "jobs":
-        return [change("job", job) for job in value]
-    return change("subset", value) if name in ("train", "valid") else value
+def _converted(kind: str, fields: dict[str, Any], *, to_task: bool) -> dict[str, Any]:
+    """Convert a record to loss and examples instead of objf and frames, or back."""
+    names, negated = (_OF_TASK, "objf") if to_task else (_OF_SPEECH, "loss")
+    without: dict[str, Any] = _WITHOUT.get(kind, {})
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "jobs":
+            found[name] = [_converted("job", job, to_task=to_task) for job in value]
+        elif name in ("train", "valid"):
+            found[name] = _converted("subset", value, to_task=to_task)
+        elif not to_task or name not in without:
+            found[names.get(name, name)] = 0.0 - value if name == negated else value
+    return found if to_task else {**found, **without}

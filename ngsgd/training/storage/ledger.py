@@ -1,7 +1,6 @@
 """The ledger: planned data, attempts and counted results of a run, one JSON line each.
 
-It is written during the run and checked later by `ngsgd.training.storage.audit`, which is
-independent of the coordinator.
+`ngsgd.training.storage.audit` checks it, independently of the coordinator.
 """
 
 from __future__ import annotations
@@ -20,14 +19,9 @@ PIECE_FIELDS = ("archive", "frame", "outer_iter", "job", "first", "stop")
 
 
 class Ledger:
-    """Appends to `path`.
+    """Appends to `path`; `fence` is the number of the run lock of this process, 0 without a lock.
 
     A line survives the death of this process. After `sync` it survives the death of the machine.
-
-    Args:
-        path: the file.
-        fence: number of the run lock (`ngsgd.training.storage.lock`) of this process; 0 without a
-            lock.
     """
 
     def __init__(self, path: Path, fence: int = 0) -> None:
@@ -49,8 +43,7 @@ class Ledger:
         self._write("submitted", **_identity(job))
 
     def failed(self, failure: JobFailure) -> None:
-        self._write("failed", **_identity(failure.job), worker=failure.worker, reason=failure.reason,
-                    kind=failure.kind)
+        self._write("failed", **_identity(failure.job), worker=failure.worker, reason=failure.reason, kind=failure.kind)
 
     def judged(self, result: JobResult, reason: str) -> None:
         """Record that a result was accepted (empty reason) or rejected."""
@@ -72,8 +65,7 @@ class Ledger:
         """Record that a job is repeated for the audit; the repetition is never counted."""
         self._write("repeated", **_identity(job), repeat=job.repeat, worker=worker)
 
-    def audited(self, job: Job, outcome: str, runs: Sequence[tuple[int, str]], faulty: Sequence[int],
-                comparison: str) -> None:
+    def audited(self, job: Job, outcome: str, runs: Sequence[tuple[int, str]], faulty: Sequence[int], comparison: str) -> None:
         """Record the end of an audit: (worker, digest) of the runs, and the workers at fault."""
         self._write("audited", **_identity(job), outcome=outcome, runs=[list(run) for run in runs], faulty=list(faulty),
                     comparison=comparison)

@@ -26,6 +26,7 @@ from ngsgd.files import fsync
 # a reader that tests the lock holds it for an instant
 _TRIES, _PAUSE_S = 5, 0.1
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # bytes of the file: one write within a page, so that a killed process leaves no mixed content
 _SIZE = 2048
 
@@ -35,15 +36,12 @@ class RunLock:
 
     Args:
         path: the lock file.
-        purpose: command of the holder, for the error message of the next process ("train",
-            "resume", "decode").
-        last_fence: the largest fencing number known from elsewhere, for a lock file that was
-            removed or damaged.
+        purpose: command of the holder, such as "train", for the error of the next process.
+        last_fence: the largest known fencing number, if the lock file was removed or damaged.
         warn: receives one message if the file system has no locks.
     """
 
-    def __init__(self, path: Path, purpose: str, last_fence: int = 0,
-                 warn: Callable[[str], None] = lambda message: None) -> None:
+    def __init__(self, path: Path, purpose: str, last_fence: int = 0, warn: Callable[[str], None] = lambda message: None) -> None:
         self.path = path
         self.purpose = purpose
         self.fence = last_fence
@@ -54,17 +52,14 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
 
     def acquire(self) -> None:
         """Take the lock; raise RunLockedError immediately if a living process holds it."""
         is_new = not self.path.exists()
         try:
-            self._descriptor = os.open(self.path,
-                                       os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                                       | os.O_NONBLOCK, 0o644)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o644)
             try:
                 self._take()
                 self.fence = 1 + max(self.fence, _fence_in(_read(self._descriptor)))
@@ -76,9 +71,8 @@ class RunLock:
                 os.close(self._descriptor)
                 raise
         except OSError as error:
-            raise CheckpointError(f"{self.path} could not be locked ({error.strerror}), so nothing "
-                                  "is written to the run; free disk space, or fix the permissions "
-                                  f"of {self.path.parent}.") from error
+            raise CheckpointError(f"{self.path} could not be locked ({error.strerror}), so nothing is written to the run; "
+                                  f"free disk space, or fix the permissions of {self.path.parent}.") from error
 
     def release(self) -> None:
         """Release the lock; the fencing number stays in the file."""
@@ -93,9 +87,8 @@ class RunLock:
             now = _fence_in(read_lock(self.path))
             if now <= self.fence:
                 return
-            raise RunLockedError(f"{self.path.parent} was taken over by another process (fencing "
-                                 f"number {now}, this process has {self.fence}); this process "
-                                 "stops writing. Follow the run with: ngsgd status "
+            raise RunLockedError(f"{self.path.parent} was taken over by another process (fencing number {now}, this process "
+                                 f"has {self.fence}); this process stops writing. Follow the run with: ngsgd status "
                                  f"{self.path.parent}")
         raise RunLockedError(f"{self.path} was removed while this process held it; this process "
                              f"stops writing. Resume the run with: {interface.resume(self.path.parent)}")
@@ -122,8 +115,7 @@ class RunLock:
                 holder = _read(self._descriptor)
                 if process_identity.is_alive(_holder_of(holder)):
                     raise RunLockedError(_refusal(self.path, holder)) from None
-                self._warn(f"the file system of {self.path.parent} has no locks; do not start a "
-                           "second process on this run")
+                self._warn(f"the file system of {self.path.parent} has no locks; do not start a second process on this run")
                 return
 
     def _write(self, content: Mapping[str, Any]) -> None:
@@ -133,12 +125,9 @@ class RunLock:
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Return the content of a lock that a living process holds, else None.
-
-    "holder" in it is the identity of the process, as in `ngsgd.process_identity`.
-    """
+    """Return the content of a lock that a living process, its "holder", holds, else None."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | _SAFELY)
     except OSError:
         return None
     try:
@@ -155,12 +144,8 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 
 def read_lock(path: Path) -> dict[str, Any]:
-    """Return the content of a lock file; empty if it is damaged.
-
-    Raises:
-        FileNotFoundError: there is no lock file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Return the content of a lock file, empty if it is damaged; raise OSError without a file."""
+    descriptor = os.open(path, os.O_RDONLY | _SAFELY)
     try:
         return _read(descriptor)
     finally:

@@ -60,8 +60,7 @@ def _weights() -> npt.NDArray[np.uint64]:
 
 def is_finite(vector: Vector) -> bool:
     """Whether all elements are finite."""
-    # a sum of squares is NaN or Inf if any element is, and BLAS computes it at memory speed; it may
-    # also overflow
+    # a sum of squares is NaN or Inf if any element is, at the speed of memory; it may overflow
     with np.errstate(over="ignore"):
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
@@ -74,16 +73,12 @@ def is_damaged(result: JobResult, layout: FlatLayout) -> str:
     vector = result.sent.read()
     size = sum(source.stop - source.start for _, source in layout.fragment(*result.job.send))
     if vector.dtype != np.float32 or vector.shape != (size,):
-        return (
-            f"its parameters are {vector.dtype} of shape {vector.shape}, not float32 of ({size},)"
-        )
+        return (f"its parameters are {vector.dtype} of shape {vector.shape}, not float32 of ({size},)")
     return "" if digest(vector) == result.digest else "its parameters do not match their checksum"
 
 
 def not_finite(vector: Vector, layout: FlatLayout, pieces: Pieces) -> str:
-    """Return which parameters of a fragment that holds `pieces` are not finite; empty if all
-    are.
-    """
+    """Return which parameters of a fragment with `pieces` are not finite; empty if all are."""
     if all(is_finite(part) for part in np.array_split(vector, max(1, len(vector) // _CHUNK))):
         return ""
     bad = np.flatnonzero(~np.isfinite(vector))

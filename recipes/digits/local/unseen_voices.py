@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import soxr
 
-from ngsgd.asr.features import noise
+from ngsgd.asr.features import augment
 
 RATE_HZ = 8000
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -127,10 +127,10 @@ def write_test_sets(out: Path) -> None:
         for index in range(STRINGS_PER_VOICE):
             words = sample_words(random)
             speech = spoken(speak, " ".join(words))
-            color = str(random.choice(list(noise.COLOURS)))
-            background = noise.COLOURS[color](len(speech), np.random.default_rng([1, number, index]))
+            color = str(random.choice(list(augment.COLORS)))
+            background = augment.COLORS[color](len(speech), np.random.default_rng([1, number, index]))
             for name, snr_db in CONDITIONS.items():
-                noisy = noise.mix(speech, background, snr_db=snr_db, is_speech=is_speech(speech))
+                noisy = augment.mix(speech, background, snr_db=snr_db, is_speech=is_speech(speech))
                 add(lines[name], out / name, f"{voice}-{index:02d}", voice, words, noisy)
     for name in CONDITIONS:
         write_tables(out / name, lines[name])
@@ -152,7 +152,7 @@ def write_tables(folder: Path, lines: Tables) -> None:
         (folder / table).write_text("".join(sorted(content)))
 
 
-def spoken(speak: Callable[[str, Path], None], text: str) -> noise.FisherSample:
+def spoken(speak: Callable[[str, Path], None], text: str) -> augment.Waveform:
     """The text as speech at 8 kHz with silence at both ends."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "speech.wav"
@@ -163,7 +163,7 @@ def spoken(speak: Callable[[str, Path], None], text: str) -> noise.FisherSample:
     return np.pad(soxr.resample(samples, rate_hz, RATE_HZ), RATE_HZ * EDGE_SILENCE_MS // 1000)
 
 
-def is_speech(samples: noise.FisherSample) -> np.ndarray:
+def is_speech(samples: augment.Waveform) -> np.ndarray:
     """Whether each sample lies in a 10 ms block that is not a pause."""
     block = RATE_HZ // 100
     power = np.array([np.mean(part ** 2) for part in np.split(samples, range(block, len(samples), block))])
@@ -173,7 +173,7 @@ def is_speech(samples: noise.FisherSample) -> np.ndarray:
 def write(path: Path, samples: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # loud voices exceed 16 bits after resampling
-    samples = samples * min(1.0, noise.LOUDEST_MIX / max(1.0, np.abs(samples).max()))
+    samples = samples * min(1.0, augment.LOUDEST_MIX / max(1.0, np.abs(samples).max()))
     with wave.open(str(path), "wb") as wav:
         wav.setparams((1, 2, RATE_HZ, 0, "NONE", ""))
         wav.writeframes(samples.astype("<i2").tobytes())

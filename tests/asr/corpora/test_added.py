@@ -10,8 +10,7 @@ import pytest
 
 from ngsgd.asr.corpora import corpus
 from ngsgd.asr.corpora.corpus import Corpus, prepare
-from ngsgd.asr.corpora.fsdd import recordings
-from ngsgd.asr.corpora.fsdd.segments import load_catalogue
+from ngsgd.asr.corpora.fsdd import load_catalog
 from ngsgd.asr.utterance import UNALIGNED
 from ngsgd.config import AlignConfig, AugmentConfig, DataConfig, FeatureConfig, RunConfig, build, check
 from ngsgd.config.build import defaults
@@ -19,16 +18,13 @@ from ngsgd.errors import DataError
 from ngsgd.pipeline import align
 from tests.asr.fake_fsdd import FakeFsdd, write_wav
 from tests.asr.made_up_speech import say, write_data
+from tests.reported import silent
 
 pytest.importorskip("soundfile")
 pytest.importorskip("kaldi_native_fbank")
 
 FEATURES = FeatureConfig(num_mel_bins=10)
 SPEAKER, NUM_ADDED = "own-anna", 3
-
-
-def silent(_line: object) -> None:
-    pass
 
 
 def write_added(folder: Path, *, name: str = SPEAKER, words: str = "zero one", rate_hz: int = 8000) -> Path:
@@ -47,16 +43,17 @@ def fsdd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     """A tiny fsdd corpus from made-up recordings, and an added folder."""
     fake = FakeFsdd(tmp_path)
     # the synthesizer's pronunciations have phones that the stand-in lacks
-    monkeypatch.setattr(recordings, "with_pronunciations", lambda topology: topology)
-    monkeypatch.setattr(corpus, "load_catalogue", lambda: load_catalogue(fake.shipped))
+    monkeypatch.setattr("ngsgd.asr.corpora.fsdd.with_pronunciations", lambda topology: topology)
+    monkeypatch.setattr(corpus, "load_catalog", lambda: load_catalog(fake.shipped))
     return DataConfig(corpus="fsdd", source=str(fake.source), train_minutes=0.3, valid_minutes=0.1,
                       test_minutes=0.1, added_dirs=(str(write_added(tmp_path / "own")),))
 
 
 @pytest.fixture
 def kaldi(tmp_path: Path) -> DataConfig:
+    added = write_added(tmp_path / "own", words="NO YES")
     return DataConfig(corpus="kaldi", source=str(write_data(tmp_path / "mine", rate_hz=8000)),
-                      added_dirs=(str(write_added(tmp_path / "own", words="NO YES")),))
+                      added_dirs=(str(added),))
 
 
 def added_to(speech: Corpus) -> list[str]:
@@ -83,7 +80,7 @@ def test_another_recording_gives_other_prepared_data(kaldi: DataConfig, tmp_path
 
 
 def test_added_speech_gets_the_states_of_its_words_in_order(fsdd: DataConfig, tmp_path: Path) -> None:
-    config = RunConfig(data=fsdd, features=FEATURES, align=AlignConfig(num_passes=1, num_epochs=1))
+    config = RunConfig(data=fsdd, features=FEATURES, align=AlignConfig(num_passes=1))
     data = align.with_alignment(config, tmp_path / "cache", silent)
     speech = prepare(data, FEATURES, tmp_path / "cache", silent)
     assert len(added_to(speech)) == NUM_ADDED
@@ -109,8 +106,8 @@ def test_before_alignment_added_speech_has_no_labels(fsdd: DataConfig, tmp_path:
 
 
 @pytest.mark.parametrize(("wrong", "place"), [
-    ({"words": "zero ten"}, "text:1"), ({"words": ""}, "text:1"), ({"rate_hz": 16000}, "wav.scp:1"),
-])
+    ({"words": "zero ten"}, "text:1"), ({"words": ""}, "text:1"),
+    ({"rate_hz": 16000}, "wav.scp:1")])
 def test_wrong_added_speech_is_an_error(fsdd: DataConfig, tmp_path: Path, wrong: dict[str, object], place: str) -> None:
     folder = write_added(tmp_path / "wrong", **wrong)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=place):
@@ -125,8 +122,8 @@ def test_a_missing_folder_and_a_name_that_occurs_twice_are_errors(kaldi: DataCon
 
 
 def test_given_features_and_added_audio_do_not_mix() -> None:
-    config = RunConfig(data=DataConfig(corpus="kaldi", source="mine", added_dirs=("own",)),
-                       features=FeatureConfig(kind="given"), augment=AugmentConfig())
+    data = DataConfig(corpus="kaldi", source="mine", added_dirs=("own",))
+    config = RunConfig(data=data, features=FeatureConfig(kind="given"), augment=AugmentConfig())
     assert any("data.added_dirs" in problem for problem in check(config))
 
 

@@ -14,6 +14,7 @@ from ngsgd.asr.lang import graphs
 from ngsgd.asr.utterance import FramedUtterance, unaligned
 from ngsgd.config import DataConfig, DecodeConfig, FeatureConfig
 from ngsgd.errors import DataError
+from tests.reported import silent
 
 kaldiio = pytest.importorskip("kaldiio")
 kaldifst = pytest.importorskip("kaldifst")
@@ -48,21 +49,21 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "an4"
     folder.mkdir()
     rng = np.random.default_rng(0)
-    for name, utterances in (("train", [(s, u) for s in SPEAKERS for u in range(3)]), ("test", [("t0", 0), ("t1", 0)])):
+    spoken = {"train": [(s, u) for s in SPEAKERS for u in range(3)], "test": [("t0", 0), ("t1", 0)]}
+    for name, utterances in spoken.items():
         ids = [f"{speaker}-{number}" for speaker, number in utterances]
         matrices = {utt_id: rng.normal(size=(20, 13)).astype(np.float32) for utt_id in ids}
         kaldiio.save_ark(str(folder / f"feats_{name}.ark"), matrices, scp=str(folder / f"feats_{name}.scp"))
-        (folder / f"text_{name}").write_text("".join(f"{utt_id} A GO\n" for utt_id in ids))
-        (folder / f"utt2spk_{name}").write_text("".join(f"{utt_id} {utt_id[:2]}\n" for utt_id in ids))
-        (folder / f"utt2num_frames_{name}").write_text("".join(f"{utt_id} 20\n" for utt_id in ids))
+        for table, value in (("text", "A GO"), ("utt2spk", "{}"), ("utt2num_frames", "20")):
+            (folder / f"{table}_{name}").write_text("".join(f"{one} {value.format(one[:2])}\n"
+                                                            for one in ids))
         np.savez(folder / f"ali_{name}.npz", pdf=np.resize(np.arange(15, dtype=np.uint8), 20 * len(ids)), utt_ids=ids,
                  offsets=20 * np.arange(len(ids) + 1), num_pdfs=15, tid2pdf=np.repeat(np.arange(15), 2))
     words = {"<eps>": 0, "<UNK>": 1, "A": 2, "GO": 3}
     (folder / "ali.json").write_text(json.dumps({"phones": ["SIL", "AH", "EY", "G", "OW"], "states_per_phone": 3, "words": words}))
-    (folder / "an4.dic").write_text(DICTIONARY)
-    (folder / "an4.ug.lm").write_text(LM)
-    (folder / "LICENSE").write_text("free")
-    (folder / "README.upstream").write_text("upstream")
+    for file, text in {"an4.dic": DICTIONARY, "an4.ug.lm": LM, "LICENSE": "free",
+                       "README.upstream": "upstream"}.items():
+        (folder / file).write_text(text)
     kaldifst.compile("0 1 1 2\n1 1 2 0\n1\n").write(str(folder / "HCLG.fst"))
     released = set(an4.released_checksums())
     assert {path.name for path in folder.iterdir()} >= released - {"README.upstream"}
@@ -71,17 +72,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def silent(_: str) -> None:
-    pass
-
-
 def test_complete_speakers_of_train_are_held_out(source: Path, tmp_path: Path) -> None:
     corpus = prepare(DataConfig(corpus="an4", source=str(source), valid_fraction=0.2), FEATURES, tmp_path / "cache", silent)
     assert len(corpus.valid.texts) == 6  # two speakers of eight: the first that reach a fifth
     assert not set(corpus.valid.speakers) & set(corpus.train.speakers)
     assert set(corpus.valid.speakers) | set(corpus.train.speakers) == set(SPEAKERS)
-    assert corpus.num_pdfs == 15
-    assert corpus.train.is_aligned and corpus.test.is_aligned
+    assert corpus.num_pdfs == 15 and corpus.train.is_aligned and corpus.test.is_aligned
 
 
 def test_features_are_normalized_over_each_speaker(source: Path, tmp_path: Path) -> None:
@@ -108,8 +104,7 @@ def test_both_graphs_exist_after_loading_from_the_cache(source: Path, tmp_path: 
 
 @pytest.mark.parametrize(("given", "sentence"), [
     ("", r"data\.source.*recipe=an4.*CMU"),
-    ("/no/such/place", r"data\.source.*/no/such/place.*CMU"),
-])
+    ("/no/such/place", r"data\.source.*/no/such/place.*CMU")])
 def test_a_missing_source_is_reported_with_its_location(given: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         check_source(DataConfig(corpus="an4", source=given))
@@ -157,12 +152,9 @@ def framed(speaker: str, number: int) -> FramedUtterance:
     return FramedUtterance(f"{speaker}-{number}", speaker, ("A",), np.zeros((1, 1), np.float32), unaligned(1))
 
 
-def test_with_few_speakers_utterances_are_held_out() -> None:
+def test_with_few_speakers_utterances_are_held_out_and_one_utterance_is_too_few() -> None:
     train, valid = hold_out([framed("only", number) for number in range(10)], share=0.25)
     assert (len(train), len(valid)) == (7, 3)
     assert hold_out([framed("only", number) for number in reversed(range(10))], share=0.25)[1] == valid[::-1]
-
-
-def test_a_set_too_small_to_hold_anything_out_is_refused() -> None:
     with pytest.raises(DataError, match="1 utterance"):
         hold_out([framed("only", 0)], share=0.5)

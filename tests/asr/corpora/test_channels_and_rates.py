@@ -46,8 +46,8 @@ def read(folder: Path, lines: dict[str, str], config: FeatureConfig = CONFIG) ->
 
 def test_the_fifth_column_of_segments_is_the_channel(folder: Path) -> None:
     found = read(folder, {"a": "s 0 0.5 0", "b": "s 0.25 0.5 1", "c": "m 0 0.5 0", "d": "m 0 0.5"})
-    assert np.array_equal(found["a"], LEFT[:4000]) and np.array_equal(found["b"], RIGHT[2000:4000])
-    assert np.array_equal(found["c"], LEFT[:4000]) and np.array_equal(found["d"], LEFT[:4000])
+    assert all(np.array_equal(found[name], LEFT[:4000]) for name in "acd")
+    assert np.array_equal(found["b"], RIGHT[2000:4000])
 
 
 @pytest.mark.parametrize("line", ["s 0 0.5", "s 0 0.5 2", "m 0 0.5 1", "s 0 0.5 -1", "s 0 0.5 A", "s 0 0.5 0 0"])
@@ -73,8 +73,8 @@ def test_other_lines_of_reco2file_and_channel_name_none(folder: Path, content: s
 
 
 def write_manifests(folder: Path, recording: dict[str, Any], supervision: dict[str, Any]) -> None:
-    found = {"id": "r", "sources": [{"type": "file", "channels": [0, 1], "source": "stereo.wav"}], "sampling_rate": RATE_HZ,
-             "num_samples": 8000, "duration": 1.0, **recording}
+    found = {"id": "r", **stored([0, 1]), "sampling_rate": RATE_HZ, "num_samples": 8000,
+             "duration": 1.0, **recording}
     said = {"id": "u", "recording_id": "r", "start": 0.25, "duration": 0.5, "channel": 1, "text": "A", "speaker": "s",
             **supervision}
     for name, item in (("recordings", found), ("supervisions", said)):
@@ -88,13 +88,16 @@ def of_lhotse(folder: Path) -> np.ndarray:
     return np.asarray(utterance.samples)
 
 
-MONO = {"sources": [{"type": "file", "channels": [0], "source": "mono.wav"}]}
+def stored(channels: list[int], name: str = "stereo.wav", kind: str = "file") -> dict[str, Any]:
+    return {"sources": [{"type": kind, "channels": channels, "source": name}]}
+
+
+MONO = stored([0], "mono.wav")
 
 
 @pytest.mark.parametrize(("recording", "supervision", "samples"), [
     ({}, {"channel": 1}, RIGHT), ({}, {"channel": [0]}, LEFT), (MONO, {"channel": 0}, LEFT), ({"transforms": []}, {}, RIGHT),
-    ({"transforms": None}, {}, RIGHT),
-    ({"sources": [{"type": "file", "channels": [3, 1], "source": "stereo.wav"}]}, {"channel": 3}, LEFT)])
+    ({"transforms": None}, {}, RIGHT), (stored([3, 1]), {"channel": 3}, LEFT)])
 def test_a_supervision_names_its_channel(folder: Path, recording: Any, supervision: Any, samples: np.ndarray) -> None:
     write_manifests(folder, recording, supervision)
     assert np.array_equal(of_lhotse(folder), samples[2000:6000])
@@ -117,11 +120,8 @@ def test_transforms_of_lhotse_are_refused_by_name(folder: Path, transform: Any) 
 @pytest.mark.parametrize(("recording", "supervision"), [
     (MONO, {"channel": 1}), ({}, {"channel": [0, 1]}), ({}, {"channel": []}), ({}, {"channel": "1"}), ({}, {"channel": True}),
     ({}, {"channel": 2}), ({"sampling_rate": 16000}, {}), ({"sampling_rate": "8000"}, {}),
-    ({"sources": [{"type": "file", "channels": [0], "source": "stereo.wav"}]}, {"channel": 0}),
-    ({"sources": [{"type": "file", "channels": [0, 1], "source": "mono.wav"}]}, {}),
-    ({"sources": [{"type": "file", "channels": [0, 0], "source": "stereo.wav"}]}, {"channel": 0}),
-    ({"sources": [{"type": "file", "channels": [], "source": "stereo.wav"}]}, {"channel": 0}),
-    ({"sources": [{"type": "command", "channels": [0], "source": "cat stereo.wav"}]}, {"channel": 0})])
+    (stored([0]), {"channel": 0}), (stored([0, 1], "mono.wav"), {}), (stored([]), {"channel": 0}),
+    (stored([0, 0]), {"channel": 0}), (stored([0], "cat stereo.wav", "command"), {"channel": 0})])
 def test_channels_and_rates_that_do_not_fit_are_refused_with_the_line(folder: Path, recording: Any, supervision: Any) -> None:
     write_manifests(folder, recording, supervision)
     with pytest.raises(DataError, match=r"s\.jsonl:1"):
@@ -129,9 +129,9 @@ def test_channels_and_rates_that_do_not_fit_are_refused_with_the_line(folder: Pa
 
 
 def test_another_rate_is_resampled_as_in_transcribe_or_refused(folder: Path) -> None:
-    wide = CONFIG.__class__(sample_rate_hz=16000)
+    (folder / "reco2file_and_channel").write_text("s s A\n")
     with pytest.raises(DataError, match=r"wav\.scp:1.*features\.resample=true"):
-        read(folder, {}, wide) if (folder / "reco2file_and_channel").write_text("s s A\n") else None
+        read(folder, {}, FeatureConfig(sample_rate_hz=16000))
     found = read(folder, {"a": "m 0 0.5", "b": "m 0.5 1"}, FeatureConfig(sample_rate_hz=16000, resample=True))
     resampler = recording.Resampler(RATE_HZ, 16000)
     expected = resampler.accept(LEFT[:4000].astype(np.float32), is_last=True)

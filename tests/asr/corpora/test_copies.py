@@ -32,15 +32,12 @@ def entry(utt_id: str, speaker: str = "s") -> UtteranceEntry:
     return UtteranceEntry(utt_id, speaker, ("YES",), Entry("a.ark:1", "feats.scp:1"), f"text:{utt_id}")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_original_of_a_copy_is_found(form: str) -> None:
-    assert copies.original(form.format("anna-001")) == "anna-001"
-
-
-@pytest.mark.parametrize("name", ["anna-001", "sp1-001", "spot-1", "music", "noise-001", "0_1_0_1", "rev-a", "s0-train003", "cp-x",
-                                  "sp0.9-"])
-def test_other_names_are_their_own(name: str) -> None:
-    assert copies.original(name) == name
+@pytest.mark.parametrize(("name", "original"), [
+    *((form.format("anna-001"), "anna-001") for form in FORMS),
+    *((name, name) for name in ("anna-001", "sp1-001", "spot-1", "music", "noise-001", "0_1_0_1",
+                                "rev-a", "s0-train003", "cp-x", "sp0.9-"))])
+def test_the_original_of_a_copy_is_found_and_others_are_their_own(name: str, original: str) -> None:
+    assert copies.original(name) == original
 
 
 @pytest.mark.entry("Sp8", "train on a directory with copies (`sp0.9-`, `rvb1_`, `_sp1.1`, ...) without a validation set", "works",
@@ -96,11 +93,6 @@ def test_copies_are_not_changed_again(form: str, changes: AugmentConfig) -> None
         copies.check_unchanged([entry("a"), entry(form.format("a"))], changes)
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    return write_data(tmp_path / "mine")
-
-
 def perturb(folder: Path) -> None:
     """Copies at two speeds, as perturb_data_dir_speed_3way.sh names them."""
     for table in ("text", "utt2spk", "wav.scp"):
@@ -110,7 +102,8 @@ def perturb(folder: Path) -> None:
 
 
 @pytest.mark.entry("Sp8")
-def test_a_perturbed_directory_is_refused_before_any_audio_is_read(mine: Path) -> None:
+def test_a_perturbed_directory_is_refused_before_any_audio_is_read(tmp_path: Path) -> None:
+    mine = write_data(tmp_path / "mine")
     perturb(mine / "train")
     for wav in mine.rglob("*.wav"):
         wav.write_bytes(b"no audio")
@@ -119,7 +112,8 @@ def test_a_perturbed_directory_is_refused_before_any_audio_is_read(mine: Path) -
 
 
 @pytest.mark.entry("Sp8")
-def test_the_number_of_omitted_copies_is_reported(mine: Path) -> None:
+def test_the_number_of_omitted_copies_is_reported(tmp_path: Path) -> None:
+    mine = write_data(tmp_path / "mine")
     perturb(mine / "train")
     shutil.rmtree(mine / "valid")
     said: list[str] = []
@@ -133,12 +127,14 @@ def test_the_number_of_omitted_copies_is_reported(mine: Path) -> None:
 @pytest.mark.entry("Sp6", "train on recordings that are all silent", "error", "`DataError`: all training audio is silent")
 @pytest.mark.parametrize("value", [0, 1000])
 @pytest.mark.parametrize("cmvn", ["speaker", "online"])
-def test_silent_training_audio_is_one_error(mine: Path, tmp_path: Path, value: int, cmvn: str) -> None:
+def test_silent_training_audio_is_one_error(tmp_path: Path, value: int, cmvn: str) -> None:
+    mine = write_data(tmp_path / "mine")
     for wav in (mine / "train").glob("*.wav"):
         write_wav(wav, np.full(16000, value, "<i2"), rate_hz=16000)
+    features = replace(FEATURES, cmvn=cmvn)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="silent"):
-        prepare(DataConfig(corpus="kaldi", source=str(mine)), replace(FEATURES, cmvn=cmvn), tmp_path / "cache",  # type: ignore[arg-type]
-                lambda _line: None)
+        prepare(DataConfig(corpus="kaldi", source=str(mine)), features, tmp_path / "cache",
+                lambda _: None)
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
 
 

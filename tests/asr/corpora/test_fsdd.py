@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr.corpora.fsdd import recordings, source
-from ngsgd.asr.corpora.fsdd.segments import Segment, load_catalogue, split
+from ngsgd.asr.corpora import fsdd
+from ngsgd.asr.corpora.fsdd import Segment, load_catalog, split
 from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.utterance import FRAME_SHIFT, num_frames
 from ngsgd.config import DataConfig
@@ -27,45 +27,42 @@ def fake(tmp_path: Path) -> FakeFsdd:
     return FakeFsdd(tmp_path)
 
 
-def pool_of(fake: FakeFsdd, part: str, kind: str = "speaker") -> recordings.Pool:
-    catalogue = load_catalogue(fake.shipped)
-    samples = source.read_recordings(fake.recordings, catalogue.segments)
-    sets = split(catalogue.segments, kind)
-    return recordings.Pool(segments=sets[part], babble=sets["train"], samples=samples, pdf_T=catalogue.pdf_T)
+def pool_of(fake: FakeFsdd, part: str, kind: str = "speaker") -> fsdd.Pool:
+    catalog = load_catalog(fake.shipped)
+    samples = fsdd.read_recordings(fake.recordings, catalog.segments)
+    sets = split(catalog.segments, kind)
+    return fsdd.Pool(segments=sets[part], babble=sets["train"], samples=samples, pdf_T=catalog.pdf_T)
 
 
 def test_babble_is_of_training_recordings_and_never_of_the_speaker_of_the_string(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "test")
     allowed = {segment.utt_id for segment in pool.babble if segment.speaker != "theo"}
     poisoned = {utt_id: samples if utt_id in allowed else np.full(len(samples), np.nan) for utt_id, samples in pool.samples.items()}
-    background = recordings.background_noise("babble", 4000, replace(pool, samples=poisoned), "theo", np.random.default_rng(0))
+    background = fsdd.background_noise("babble", 4000, replace(pool, samples=poisoned), "theo", np.random.default_rng(0))
     assert np.isfinite(background).all()
 
 
-# the list and the splits
-
-
 def test_shipped_list_and_alignment_describe_all_3000_recordings() -> None:
-    catalogue = load_catalogue()
-    assert len(catalogue.segments) == len(catalogue.pdf_T) == 3000
-    assert catalogue.topology.num_pdfs == 58
-    assert sum(map(len, catalogue.pdf_T.values())) == 131237
-    assert set(np.concatenate(list(catalogue.pdf_T.values()))) == set(range(58))
+    catalog = load_catalog()
+    assert len(catalog.segments) == len(catalog.pdf_T) == 3000
+    assert catalog.topology.num_pdfs == 58
+    assert sum(map(len, catalog.pdf_T.values())) == 131237
+    assert set(np.concatenate(list(catalog.pdf_T.values()))) == set(range(58))
 
 
 def test_shipped_alignment_spells_the_word_of_each_recording() -> None:
-    catalogue = load_catalogue()
-    spellings: dict[str, set[tuple[int, ...]]] = {word: set() for word in catalogue.topology.words}
-    for word, pdfs in catalogue.topology.spellings():
+    catalog = load_catalog()
+    spellings: dict[str, set[tuple[int, ...]]] = {word: set() for word in catalog.topology.words}
+    for word, pdfs in catalog.topology.spellings():
         spellings[word].add(pdfs)
-    for segment in catalogue.segments:
-        pdf_T = catalogue.pdf_T[segment.utt_id]
+    for segment in catalog.segments:
+        pdf_T = catalog.pdf_T[segment.utt_id]
         path = tuple(int(pdf) for pdf in pdf_T[np.flatnonzero(np.diff(pdf_T, prepend=-1))] if pdf != SILENCE_PDF)
         assert path in spellings[segment.word], segment.utt_id
 
 
 def test_speaker_split_tests_on_speakers_never_trained_on() -> None:
-    sets = split(load_catalogue().segments, "speaker")
+    sets = split(load_catalog().segments, "speaker")
     assert {name: len(members) for name, members in sets.items()} == {"train": 1800, "valid": 200, "test": 1000}
     assert {segment.speaker for segment in sets["test"]} == {"george", "nicolas"}
     assert not {segment.speaker for segment in sets["train"]} & {"george", "nicolas"}
@@ -73,17 +70,13 @@ def test_speaker_split_tests_on_speakers_never_trained_on() -> None:
 
 @pytest.mark.parametrize("kind", ["speaker", "official"])
 def test_no_recording_is_in_two_sets(kind: str) -> None:
-    sets = split(load_catalogue().segments, kind)
+    sets = split(load_catalog().segments, kind)
     assert sum(map(len, sets.values())) == len(set().union(*sets.values())) == 3000
 
 
-def test_official_split_tests_on_index_0_to_4() -> None:
-    sets = split(load_catalogue().segments, "official")
-    assert {segment.index for segment in sets["test"]} == set(range(5))
-    assert len(sets["test"]) == 300
-
-
-def test_empty_set_is_named(fake: FakeFsdd) -> None:
+def test_official_split_tests_on_index_0_to_4_and_an_empty_set_is_named(fake: FakeFsdd) -> None:
+    tested = split(load_catalog().segments, "official")["test"]
+    assert {segment.index for segment in tested} == set(range(5)) and len(tested) == 300
     only_training_speakers = [segment for segment in fake.segments if segment.speaker in ("jackson", "theo")]
     with pytest.raises(DataError, match=r"data\.split=speaker"):
         split(only_training_speakers, "speaker")
@@ -92,15 +85,12 @@ def test_empty_set_is_named(fake: FakeFsdd) -> None:
 def test_alignment_of_other_audio_is_refused(fake: FakeFsdd) -> None:
     fake.write_alignment(1)
     with pytest.raises(DataError, match=r"\d+ frames.*george-0-00 \(0_george_0\.wav\).*\d+"):
-        load_catalogue(fake.shipped)
-
-
-# strings
+        load_catalog(fake.shipped)
 
 
 def test_strings_are_made_of_the_sets_own_recordings_of_one_speaker(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "test")
-    for utterance in recordings.utterances("test", NOISELESS, pool, minutes=0.5):
+    for utterance in fsdd.utterances("test", NOISELESS, pool, minutes=0.5):
         assert utterance.speaker in ("george", "nicolas")
         assert 3 <= len(utterance.words) <= 7
         assert len(utterance.pdf_T) == num_frames(len(utterance.samples))
@@ -108,20 +98,18 @@ def test_strings_are_made_of_the_sets_own_recordings_of_one_speaker(fake: FakeFs
 
 def test_each_recording_is_used_once_before_any_is_used_again(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "train")
-    deck = recordings.draw_recordings(pool, "theo", np.random.default_rng(0))
+    deck = fsdd.draw_recordings(pool, "theo", np.random.default_rng(0))
     own = [segment for segment in pool.segments if segment.speaker == "theo"]
     assert sorted(s.utt_id for s in (next(deck) for _ in own)) == [s.utt_id for s in own]
 
 
 def test_labels_stand_where_their_recordings_stand(fake: FakeFsdd) -> None:
-    """The string's frames carry the labels that the recordings' own frames carry, at most half a
-    frame away.
-    """
+    """A string has the labels of the recordings' own frames, half a frame off at most."""
     pool = pool_of(fake, "train")
     segments = pool.segments[:4]
-    string = recordings.splice_string("u", segments, pool, NOISELESS, np.random.default_rng(3))
+    string = fsdd.splice_string("u", segments, pool, NOISELESS, np.random.default_rng(3))
     # the same draws as in splice_string
-    starts, _ = recordings.lay_out_segments(segments, np.random.default_rng(3))
+    starts, _ = fsdd.lay_out_segments(segments, np.random.default_rng(3))
     speech_T = np.full(len(string.pdf_T), SILENCE_PDF)
     for start, segment in zip(starts, segments, strict=True):
         for t, pdf in enumerate(pool.pdf_T[segment.utt_id]):
@@ -142,33 +130,21 @@ def test_labels_stand_where_their_recordings_stand(fake: FakeFsdd) -> None:
 
 def test_strings_are_the_same_in_every_run_and_differ_between_sets(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "train")
-    runs = [list(recordings.utterances(name, NOISELESS, pool, minutes=0.3)) for name in ("train", "train", "valid")]
+    runs = [list(fsdd.utterances(name, NOISELESS, pool, minutes=0.3)) for name in ("train", "train", "valid")]
     audio = [hashlib.sha256(b"".join(u.samples.tobytes() for u in run)).hexdigest() for run in runs]
     assert audio[0] == audio[1] != audio[2]
-
-
-# where the recordings come from
 
 
 @pytest.mark.parametrize("form", ["folder", "recordings", "archive", "folder with archive"])
 def test_every_form_of_source_gives_the_same_recordings(fake: FakeFsdd, tmp_path: Path, form: str) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    place = {
-        "folder": fake.source, "recordings": fake.recordings,
-        "archive": fake.pack(tmp_path / "any-name.tgz"), "folder with archive": fake.pack(other / "recordings.tar.gz").parent,
-    }[form]
-    samples = source.read_recordings(source.locate(str(place)), fake.segments)
+    place = {"folder": fake.source, "recordings": fake.recordings,
+             "archive": fake.pack(tmp_path / "any-name.tgz"),
+             "folder with archive": fake.pack(other / "recordings.tar.gz").parent}[form]
+    samples = fsdd.read_recordings(fsdd.locate(str(place)), fake.segments)
     for segment in fake.segments:
         assert hashlib.sha256(samples[segment.utt_id].tobytes()).hexdigest()[:16] == segment.sha256_pcm
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def cut_in_header(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:30])
 
 
 def change_a_sample(path: Path) -> None:
@@ -177,51 +153,29 @@ def change_a_sample(path: Path) -> None:
     path.write_bytes(content)
 
 
-def write_text(path: Path) -> None:
-    path.write_text("<html>Not found</html>")
-
-
-def double_rate(path: Path) -> None:
-    write_wav(path, np.zeros(4000, "<i2"), rate_hz=16000)
-
-
-def make_stereo(path: Path) -> None:
-    write_wav(path, np.zeros(4000, "<i2"), channels=2)
-
-
-def make_8_bit(path: Path) -> None:
-    write_wav(path, np.zeros(4000, "u1"), width=1)
-
-
 @pytest.mark.parametrize(("damage", "sentence"), [
-    (cut_off, r"1_theo_3\.wav.*truncated: \d+.*\d+ bytes"), (cut_in_header, r"1_theo_3\.wav"),
-    (change_a_sample, r"1_theo_3\.wav.*SHA-256"), (write_text, r"1_theo_3\.wav"),
-    (double_rate, r"1_theo_3\.wav.*16000"), (make_stereo, r"1_theo_3\.wav.*2 channels"),
-    (make_8_bit, r"1_theo_3\.wav.*SHA-256"), (Path.unlink, r"lacks 1.*96 recordings.*1_theo_3\.wav"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-200]),
+     r"1_theo_3\.wav.*truncated: \d+.*\d+ bytes"),
+    (lambda path: path.write_bytes(path.read_bytes()[:30]), r"1_theo_3\.wav"),
+    (change_a_sample, r"1_theo_3\.wav.*SHA-256"),
+    (lambda path: path.write_text("<html>Not found</html>"), r"1_theo_3\.wav"),
+    (lambda path: write_wav(path, np.zeros(4000, "<i2"), rate_hz=16000), r"1_theo_3\.wav.*16000"),
+    (lambda path: write_wav(path, np.zeros(4000, "<i2"), channels=2), r"1_theo_3\.wav.*2 channels"),
+    (lambda path: write_wav(path, np.zeros(4000, "u1"), width=1), r"1_theo_3\.wav.*SHA-256"),
+    (Path.unlink, r"lacks 1.*96 recordings.*1_theo_3\.wav"),
 ])
 def test_damaged_recording_is_named(fake: FakeFsdd, damage: Callable[[Path], Any], sentence: str) -> None:
     damage(fake.recordings / "1_theo_3.wav")
     with pytest.raises(DataError, match=sentence):
-        source.read_recordings(fake.recordings, fake.segments)
+        fsdd.read_recordings(fake.recordings, fake.segments)
 
 
-def test_wrong_path_is_named() -> None:
-    with pytest.raises(DataError, match=r"data\.source.*/no/such/place"):
-        source.locate("/no/such/place")
-
-
-def test_folder_without_recordings_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="recordings"):
-        source.locate(str(tmp_path))
-
-
-@pytest.mark.parametrize("kept_share", [0.0, 0.3, 0.9])
-def test_damaged_archive_is_named(fake: FakeFsdd, tmp_path: Path, kept_share: float) -> None:
-    archive = fake.pack(tmp_path / "fsdd.tar.gz")
-    content = archive.read_bytes()
-    archive.write_bytes(content[:int(len(content) * kept_share)])
-    with pytest.raises(DataError, match=r"fsdd\.tar\.gz"):
-        source.read_recordings(archive, fake.segments)
+@pytest.mark.parametrize(("place", "reason"), [
+    ("/no/such/place", r"data\.source.*/no/such/place"), (None, "recordings")])
+def test_a_wrong_path_or_a_folder_without_recordings_is_named(
+        tmp_path: Path, place: str | None, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        fsdd.locate(place or str(tmp_path))
 
 
 class Answer(io.BytesIO):
@@ -239,35 +193,30 @@ def test_download_is_kept_and_not_repeated(fake: FakeFsdd, tmp_path: Path, monke
     def urlopen(url: str, timeout: float) -> Answer:
         asked.append(url)
         return Answer(content, len(content))
-
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     for _ in range(2):
-        archive = source.download(tmp_path / "downloads", lambda _: None)
-    assert asked == [source.URL]
-    assert len(source.read_recordings(archive, fake.segments)) == len(fake.segments)
-
-
-def broken_off(url: str, timeout: float) -> Answer:
-    return Answer(b"half", promised=1000)
+        archive = fsdd.download(tmp_path / "downloads", lambda _: None)
+    assert asked == [fsdd.URL]
+    assert len(fsdd.read_recordings(archive, fake.segments)) == len(fake.segments)
 
 
 def offline(url: str, timeout: float) -> Answer:
     raise urllib.error.URLError("no route to host")
 
 
-@pytest.mark.parametrize(("urlopen", "reason"), [(broken_off, "after 4.*1000 bytes"), (offline, "route")])
+@pytest.mark.parametrize(("urlopen", "reason"), [
+    (lambda *_, **__: Answer(b"half", promised=1000), "after 4.*1000 bytes"), (offline, "route")])
 def test_a_failed_download_leaves_nothing_and_names_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urlopen: Callable[..., Answer], reason: str,
-) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urlopen: Any, reason: str) -> None:
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     with pytest.raises(DataError, match=rf"{reason}.*data\.source"):
-        source.download(tmp_path / "downloads", lambda _: None)
+        fsdd.download(tmp_path / "downloads", lambda _: None)
     assert list((tmp_path / "downloads").iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="needs the public recordings in ../shared/data/fsdd")
 def test_public_recordings_all_have_the_content_in_the_shipped_list() -> None:
-    segments: tuple[Segment, ...] = load_catalogue().segments
-    samples = source.read_recordings(source.locate(str(REAL)), segments)
+    segments: tuple[Segment, ...] = load_catalog().segments
+    samples = fsdd.read_recordings(fsdd.locate(str(REAL)), segments)
     assert all(len(samples[segment.utt_id]) == segment.num_samples for segment in segments)

@@ -3,6 +3,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from ngsgd.errors import DataError
 from ngsgd.exports.kaldi import export_set
 from tests.asr.fake_fsdd import write_wav
 from tests.asr.made_up_speech import LEXICON, write_data
+from tests.reported import silent
 
 soundfile = pytest.importorskip("soundfile")
 kaldiio = pytest.importorskip("kaldiio")
 pytest.importorskip("kaldi_native_fbank")
 
 States = dict[str, np.ndarray]
+SETS = ("train", "valid", "test")
+UNKNOWN = "train-s0-2 YES MAYBE"
 
 FEATURES = FeatureConfig(kind="mfcc", num_mel_bins=23, cmvn="speaker", sample_rate_hz=16000)
 GIVEN = replace(FEATURES, kind="given")
@@ -55,17 +59,10 @@ def edit(path: Path, line: int, text: str | None) -> None:
 def give_features(folder: Path) -> None:
     """feats.scp instead of audio: 5 features, 40 frames."""
     rng = np.random.default_rng(0)
-    for name in ("train", "valid", "test"):
+    for name in SETS:
         utt_ids = [line.split()[0] for line in (folder / name / "text").read_text().splitlines()]
         matrices = {utt_id: rng.normal(size=(40, 5)).astype(np.float32) for utt_id in utt_ids}
         kaldiio.save_ark(str(folder / name / "feats.ark"), matrices, scp=str(folder / name / "feats.scp"))
-
-
-def silent(_: str) -> None:
-    pass
-
-
-# valid input
 
 
 def test_data_directories_become_a_corpus(mine: Path, tmp_path: Path) -> None:
@@ -93,8 +90,8 @@ def test_flac_segments_and_relative_paths_give_the_frames_of_the_wav(mine: Path,
 
 def test_without_a_valid_set_some_of_train_is_held_out_and_always_the_same(mine: Path, tmp_path: Path) -> None:
     shutil.rmtree(mine / "valid")
-    corpus = prepare(config(mine, valid_fraction=0.3), FEATURES, tmp_path / "cache", silent)
-    again = prepare(config(mine, valid_fraction=0.3), FEATURES, tmp_path / "other", silent)
+    corpus, again = (prepare(config(mine, valid_fraction=0.3), FEATURES, tmp_path / cache, silent)
+                     for cache in ("cache", "other"))
     assert len(corpus.valid.texts) == 2
     assert not set(corpus.valid.frames.utt_ids) & set(corpus.train.frames.utt_ids)
     assert corpus.valid.frames.utt_ids == again.valid.frames.utt_ids
@@ -104,14 +101,12 @@ def test_without_a_valid_set_some_of_train_is_held_out_and_always_the_same(mine:
 def test_changed_audio_is_prepared_again(mine: Path, tmp_path: Path) -> None:
     first = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
     path = mine / "train" / "train-s0-0.wav"
-    samples = soundfile.read(path, dtype="int16")[0]
-    write_wav(path, samples[:-1600], rate_hz=16000)
-    second = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
-    assert first.digest != second.digest
+    write_wav(path, soundfile.read(path, dtype="int16")[0][:-1600], rate_hz=16000)
+    assert first.digest != prepare(config(mine), FEATURES, tmp_path / "cache", silent).digest
 
 
 def test_lhotse_manifests_give_the_frames_of_the_data_directories(mine: Path, tmp_path: Path) -> None:
-    for name in ("train", "valid", "test"):
+    for name in SETS:
         recordings, supervisions = [], []
         for line in (mine / name / "text").read_text().splitlines():
             utt_id, *words = line.split()
@@ -124,34 +119,15 @@ def test_lhotse_manifests_give_the_frames_of_the_data_directories(mine: Path, tm
             with gzip.open(mine / name / f"{kind}.jsonl.gz", "wt") as file:
                 file.write("".join(json.dumps(item) + "\n" for item in items))
     ours, lhotses = (prepare(config(mine, corpus=kind), FEATURES, tmp_path / "cache", silent) for kind in ("kaldi", "lhotse"))
-    for name in ("train", "valid", "test"):
+    for name in SETS:
         left, right = getattr(ours, name), getattr(lhotses, name)
         assert (left.texts, left.speakers, left.frames.utt_ids) == (right.texts, right.speakers, right.frames.utt_ids)
         assert np.array_equal(left.frames.features_TD, right.frames.features_TD)
 
 
-# errors
-
-
-def say_an_unknown_word(folder: Path) -> None:
-    edit(folder / "train/text", 3, "train-s0-2 YES MAYBE")
-
-
-def halve_the_rate(folder: Path) -> None:
-    write_wav(folder / "valid/valid-s1-1.wav", np.zeros(8000, "<i2"), rate_hz=8000)
-
-
 def cut_a_wav(folder: Path) -> None:
     path = folder / "train/train-s0-4.wav"
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def make_stereo(folder: Path) -> None:
-    write_wav(folder / "train/train-s0-4.wav", np.zeros(8000, "<i2"), rate_hz=16000, channels=2)
-
-
-def name_a_command(folder: Path) -> None:
-    edit(folder / "train/wav.scp", 1, "train-s0-0 sph2pipe -f wav a.sph |")
 
 
 def end_after_the_recording(folder: Path) -> None:
@@ -168,18 +144,22 @@ def use_a_name_in_two_sets(folder: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "sentence"), [
     (lambda folder: edit(folder / "train/text", 2, "train-s1-1 "), "train/text:2.*train-s1-1"),
-    (say_an_unknown_word, r"train/text:3.*MAYBE.*train-s0-2.*lexicon\.txt"),
+    (lambda folder: edit(folder / "train/text", 3, UNKNOWN),
+     r"train/text:3.*MAYBE.*train-s0-2.*lexicon\.txt"),
     (lambda folder: edit(folder / "train/text", 3, "train-s0-0 YES"), "train/text:3: train-s0-0.*train/text:1"),
     (lambda folder: (folder / "test/test-s0-0.wav").unlink(), r"test/wav\.scp:1.*test-s0-0\.wav"),
-    (halve_the_rate, r"valid/wav\.scp:2.*valid-s1-1\.wav.*8000 Hz.*features\.sample_rate_hz.*16000"),
+    (lambda folder: write_wav(folder / "valid/valid-s1-1.wav", np.zeros(8000, "<i2"), rate_hz=8000),
+     r"valid/wav\.scp:2.*valid-s1-1\.wav.*8000 Hz.*features\.sample_rate_hz.*16000"),
     (cut_a_wav, r"train/wav\.scp:5.*train-s0-4\.wav.*truncated.* \d+ .*\d+ .*samples"),
-    (make_stereo, r"train/wav\.scp:5: .*train-s0-4\.wav has 2 channels"),
+    (lambda folder: write_wav(folder / "train/train-s0-4.wav", [0] * 99, rate_hz=16000, channels=2),
+     r"train/wav\.scp:5: .*train-s0-4\.wav has 2 channels"),
     (lambda folder: (folder / "train/train-s0-4.wav").write_text("<html>"), r"train/wav\.scp:5.*train-s0-4\.wav"),
     (lambda folder: edit(folder / "train/utt2spk", 4, None), "train/text:4: train-s1-3.*train/utt2spk"),
     (lambda folder: edit(folder / "train/text", 4, None), "train/utt2spk:4: train-s1-3"),
     (lambda folder: (folder / "test/utt2spk").unlink(), "test/utt2spk"),
     (lambda folder: (folder / "test/text").write_text("\n"), r"test/text is empty"),
-    (name_a_command, r"train/wav\.scp:1: 'sph2pipe -f.*a\.sph"),
+    (lambda folder: edit(folder / "train/wav.scp", 1, "train-s0-0 sph2pipe -f wav a.sph |"),
+     r"train/wav\.scp:1: 'sph2pipe -f.*a\.sph"),
     (end_after_the_recording, "train/segments:2.*0.*99"),
     (lambda folder: (folder / "lexicon.txt").unlink(), r"lexicon\.txt"),
     (lambda folder: edit(folder / "lexicon.txt", 2, "YES"), r"lexicon\.txt:2.*YES"),
@@ -187,8 +167,7 @@ def use_a_name_in_two_sets(folder: Path) -> None:
     (lambda folder: (folder / "train/text").write_bytes(b"train-s0-0 \xe9t\xe9\n"), "train/text.*UTF-8"),
 ])
 def test_an_error_in_the_data_is_one_message_and_no_corpus(
-    mine: Path, tmp_path: Path, damage: Callable[[Path], None], sentence: str,
-) -> None:
+        mine: Path, tmp_path: Path, damage: Callable[[Path], None], sentence: str) -> None:
     damage(mine)
     with pytest.raises(DataError, match=sentence) as caught:
         prepare(config(mine), FEATURES, tmp_path / "cache", silent)
@@ -203,7 +182,7 @@ def test_one_data_directory_is_not_the_folder_of_all(mine: Path) -> None:
 
 
 def test_unknown_words_are_allowed_with_an_oov_word(mine: Path) -> None:
-    say_an_unknown_word(mine)
+    edit(mine / "train/text", 3, UNKNOWN)
     sets, _ = kaldi_dirs.make(config(mine, oov_word="NO"), FEATURES, AugmentConfig())
     assert sets["train"].texts[2] == ("YES", "MAYBE")
     with pytest.raises(DataError, match=r"data\.oov_word.*HM"):
@@ -214,8 +193,8 @@ def test_features_that_come_with_the_data_are_taken_and_a_nan_among_them_is_name
     give_features(mine)
     corpus = prepare(config(mine), GIVEN, tmp_path / "cache", silent)
     assert corpus.train.frames.features_TD.shape == (240, 5)
-    matrices = dict(kaldiio.load_ark(str(mine / "train/feats.ark")))
-    damaged = {utt_id: np.array(matrix) for utt_id, matrix in matrices.items()}
+    matrices = kaldiio.load_ark(str(mine / "train/feats.ark"))
+    damaged = {utt_id: np.array(matrix) for utt_id, matrix in matrices}
     damaged["train-s0-2"][7, 1] = np.nan
     kaldiio.save_ark(str(mine / "train/feats.ark"), damaged, scp=str(mine / "train/feats.scp"))
     with pytest.raises(DataError, match=r"train/feats\.scp:3: train-s0-2.*frame 7"):
@@ -228,10 +207,10 @@ def test_features_and_cmvn_come_back_from_a_data_directory_written_here(mine: Pa
     other = tmp_path / "other"
     other.mkdir()
     shutil.copy(mine / "lexicon.txt", other)
-    for name in ("train", "valid", "test"):
+    for name in SETS:
         export_set(getattr(corpus, name), other / name, ivector_period=10)
     back = prepare(config(other), replace(GIVEN, cmvn="given"), tmp_path / "cache", silent)
-    for name in ("train", "valid", "test"):
+    for name in SETS:
         before, after = getattr(corpus, name), getattr(back, name)
         assert sorted(before.frames.utt_ids) == list(after.frames.utt_ids)
         where = {utt_id: u for u, utt_id in enumerate(before.frames.utt_ids)}
@@ -243,7 +222,7 @@ def test_features_and_cmvn_come_back_from_a_data_directory_written_here(mine: Pa
 
 def test_given_cmvn_that_lacks_a_speaker_or_has_another_dimension_is_named(mine: Path, tmp_path: Path) -> None:
     give_features(mine)
-    for name in ("train", "valid", "test"):
+    for name in SETS:
         stats = {f"{name}-s{number}": np.ones((2, 6)) for number in range(2)}
         kaldiio.save_ark(str(mine / name / "cmvn.ark"), stats, scp=str(mine / name / "cmvn.scp"))
     given = replace(GIVEN, cmvn="given")
@@ -256,34 +235,19 @@ def test_given_cmvn_that_lacks_a_speaker_or_has_another_dimension_is_named(mine:
         prepare(config(mine), given, tmp_path / "cache", silent)
 
 
-def test_text_without_features_is_named(mine: Path, tmp_path: Path) -> None:
-    give_features(mine)
-    edit(mine / "valid/feats.scp", 2, None)
-    with pytest.raises(DataError, match=r"valid/text:2: valid-s1-1.*valid/feats\.scp"):
-        prepare(config(mine), GIVEN, tmp_path / "cache", silent)
-
-
-def test_truncated_archive_is_named(mine: Path, tmp_path: Path) -> None:
-    give_features(mine)
-    path = mine / "train/feats.ark"
-    path.write_bytes(path.read_bytes()[:-300])
-    with pytest.raises(DataError, match=r"train/feats\.scp:6"):
-        prepare(config(mine), GIVEN, tmp_path / "cache", silent)
-
-
-# graphs
+def with_graph(folder: Path, arcs: str) -> DataConfig:
+    (folder / "graph").mkdir()
+    pytest.importorskip("kaldifst").compile(arcs).write(str(folder / "graph/HCLG.fst"))
+    (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\n")
+    return config(folder, graph=str(folder / "graph"))
 
 
 @pytest.mark.entry("K1")
 @pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: b"nothing", lambda content: b""])
 def test_a_damaged_graph_is_refused_before_the_audio_is_read(mine: Path, damage: Callable[[bytes], bytes]) -> None:
-    kaldifst = pytest.importorskip("kaldifst")
-    (mine / "graph").mkdir()
+    settings = with_graph(mine, "0 1 1 1\n1 1 1 0\n1\n")
     path = mine / "graph/HCLG.fst"
-    kaldifst.compile("0 1 1 1\n1 1 1 0\n1\n").write(str(path))
-    (mine / "graph/words.txt").write_text("<eps> 0\nNO 1\n")
     (mine / "graph/tid2pdf").write_text("1 0\n")
-    settings = config(mine, graph=str(mine / "graph"))
     assert kaldi_dirs.make(settings, FEATURES, AugmentConfig())[1].num_pdfs == 1
     path.write_bytes(damage(path.read_bytes()))
     shutil.rmtree(mine / "train")
@@ -292,29 +256,16 @@ def test_a_damaged_graph_is_refused_before_the_audio_is_read(mine: Path, damage:
 
 
 def test_a_graph_with_the_model_of_kaldi_needs_no_table(mine: Path) -> None:
-    kaldifst = pytest.importorskip("kaldifst")
-    (mine / "graph").mkdir()
-    kaldifst.compile("0 1 1 1\n1 1 2 0\n1\n").write(str(mine / "graph/HCLG.fst"))
-    (mine / "graph/words.txt").write_text("<eps> 0\nNO 1\n")
+    settings = with_graph(mine, "0 1 1 1\n1 1 2 0\n1\n")
     model = """<TransitionModel> <Topology> <TopologyEntry> <ForPhones> 1 2 </ForPhones> <State> 0 <PdfClass> 0
         <Transition> 0 0.5 <Transition> 1 0.5 </State> <State> 1 </State> </TopologyEntry> </Topology>
         <Triples> 2 1 0 5 2 0 3 </Triples> <LogProbs> [ 0 -1 -1 -1 -1 ] </LogProbs> </TransitionModel>"""
     (mine / "graph/final.mdl").write_text(model)
-    settings = config(mine, graph=str(mine / "graph"))
-    language = kaldi_dirs.make(settings, FEATURES, AugmentConfig())[1]
-    assert language.given is not None
-    assert language.given.tid2pdf == (5, 5, 3, 3)
+    given = kaldi_dirs.make(settings, FEATURES, AugmentConfig())[1].given
+    assert given is not None and given.tid2pdf == (5, 5, 3, 3)
     before = kaldi_dirs.fingerprint(settings, FEATURES)
     (mine / "graph/final.mdl").write_text(model.replace("2 0 3", "2 0 4"))
     assert kaldi_dirs.fingerprint(settings, FEATURES) != before
-
-
-# alignments
-
-
-def lengths(folder: Path) -> dict[str, int]:
-    sets, _ = kaldi_dirs.make(config(folder), GIVEN, AugmentConfig())
-    return {utt_id: 40 for one in sets.values() for utt_id in one.frames.utt_ids}
 
 
 def paths(folder: Path, features: FeatureConfig) -> States:
@@ -330,16 +281,9 @@ def paths(folder: Path, features: FeatureConfig) -> States:
     return found
 
 
-def write_text_alignment(folder: Path, states: States) -> Path:
-    path = folder / "ali.txt"
-    alignments.write(path, states)
-    return path
-
-
-def write_npz_alignment(folder: Path, states: States) -> Path:
-    path = folder / "ali.npz"
-    alignments.write(path, states)
-    return path
+def write_text_alignment(folder: Path, states: States, suffix: str = "txt") -> Path:
+    alignments.write(folder / f"ali.{suffix}", states)
+    return folder / f"ali.{suffix}"
 
 
 def write_kaldi_alignment(folder: Path, states: States) -> Path:
@@ -353,7 +297,8 @@ def write_kaldi_alignment(folder: Path, states: States) -> Path:
     return folder / "ali"
 
 
-@pytest.mark.parametrize("write", [write_text_alignment, write_npz_alignment, write_kaldi_alignment])
+@pytest.mark.parametrize("write", [
+    write_text_alignment, partial(write_text_alignment, suffix="npz"), write_kaldi_alignment])
 def test_alignments_of_every_form_label_the_frames(mine: Path, tmp_path: Path, write: Callable[[Path, States], Path]) -> None:
     give_features(mine)
     states = paths(mine, GIVEN)
@@ -373,7 +318,7 @@ def test_alignments_of_every_form_label_the_frames(mine: Path, tmp_path: Path, w
 ])
 def test_alignment_of_other_data_is_refused(mine: Path, tmp_path: Path, change: Callable[[States], States], sentence: str) -> None:
     give_features(mine)
-    states = {utt_id: np.resize(np.arange(7), length) for utt_id, length in lengths(mine).items()}
+    states = {utt_id: np.resize(np.arange(7), 40) for utt_id in paths(mine, GIVEN)}
     path = write_text_alignment(tmp_path, change(states))
     with pytest.raises(DataError, match=sentence):
         prepare(config(mine, alignment=str(path)), GIVEN, tmp_path / "cache", silent)

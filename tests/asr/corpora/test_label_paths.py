@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr.corpora import label_paths
+from ngsgd.asr.corpora import alignments
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
@@ -32,7 +32,7 @@ def labels(*parts: Sequence[int], repeats: int = 2) -> np.ndarray:
     (["hm"], [(0, 1, 0)]), ([], [SIL])])
 def test_a_path_is_accepted(words: list[str], parts: list[Sequence[int]]) -> None:
     for repeats in (1, 3):
-        label_paths.check([("u", words, labels(*parts, repeats=repeats))], TOPOLOGY, ALI)
+        alignments.check_paths([("u", words, labels(*parts, repeats=repeats))], TOPOLOGY, ALI)
 
 
 @pytest.mark.entry("Sp1")
@@ -41,7 +41,7 @@ def test_a_path_is_accepted(words: list[str], parts: list[Sequence[int]]) -> Non
     (["a"], [(4, 3, 2)]), (["bab"], [B, B]), (["hm"], [A]), (["a"], [SIL]), ([], [A]), (["a"], [A, SIL, B])])
 def test_other_labels_are_refused(words: list[str], parts: list[Sequence[int]]) -> None:
     with pytest.raises(DataError, match=r"ali\.npz.*1 of 2.*one"):
-        label_paths.check([("zero", ["a"], labels(A)), ("one", words, labels(*parts))], TOPOLOGY, ALI)
+        alignments.check_paths([("zero", ["a"], labels(A)), ("one", words, labels(*parts))], TOPOLOGY, ALI)
 
 
 @pytest.mark.entry("Sp1")
@@ -54,11 +54,11 @@ def test_labels_in_states_of_a_graph(tmp_path: Path) -> None:
     tied = np.array([0, 1, 2, 3, 4, 2, 5, 6])
     given = GivenGraph((tmp_path / "HCLG.fst").read_bytes(), made.words, tuple(tied.tolist()))
     right = [("u", ["a", "ab"], tied[labels(SIL, A, A, B)].astype(np.int32))]
-    label_paths.check_in_graph(right, given, ALI)
+    alignments.check_in_graph(right, given, ALI)
     # words that the graph lacks are not compared
-    label_paths.check_in_graph([*right, ("v", ["unknown"], right[0][2])], given, ALI)
+    alignments.check_in_graph([*right, ("v", ["unknown"], right[0][2])], given, ALI)
     with pytest.raises(DataError, match=r"ali\.npz.*1 of 1.*u"):
-        label_paths.check_in_graph([("u", ["ab", "a", "a"], right[0][2])], given, ALI)
+        alignments.check_in_graph([("u", ["ab", "a", "a"], right[0][2])], given, ALI)
 
 
 @pytest.mark.entry("Sp1")
@@ -67,4 +67,4 @@ def test_word_sequences_that_a_graph_forbids_are_not_compared(tmp_path: Path) ->
     made = graphs.build(Language(TOPOLOGY, is_one_word=True), silence_prob=0.5)
     made.fst.write(str(tmp_path / "HCLG.fst"))
     given = GivenGraph((tmp_path / "HCLG.fst").read_bytes(), made.words, tuple(range(8)))
-    label_paths.check_in_graph([("u", ["a", "a"], labels(A, A))], given, ALI)
+    alignments.check_in_graph([("u", ["a", "a"], labels(A, A))], given, ALI)

@@ -1,5 +1,4 @@
-"""Relative names of tables and manifests start in their folder, and never in the working directory.
-"""
+"""Relative names of tables and manifests start in their folder, never in the working directory."""
 
 from __future__ import annotations
 
@@ -20,14 +19,6 @@ from ngsgd.files import named_in
 
 RATE_HZ = 8000
 NAME = "sub/one"
-
-
-def write_audio(folder: Path, value: int) -> None:
-    soundfile.write(folder / f"{NAME}.wav", np.full(RATE_HZ, value, np.int16), RATE_HZ)
-
-
-def write_matrix(folder: Path, value: int) -> None:
-    kaldiio.save_ark(str(folder / f"{NAME}.ark"), {"u": np.full((2, 3), float(value))})
 
 
 def audio_of(listed: data_dir.UtteranceEntry) -> float:
@@ -61,14 +52,11 @@ def of_lhotse(folder: Path) -> float:
     recording = {"id": "r", "sources": [{"type": "file", "channels": [0], "source": f"{NAME}.wav"}],
                  "sampling_rate": RATE_HZ, "num_samples": RATE_HZ, "duration": 1.0}
     supervision = {"id": "u", "recording_id": "r", "start": 0.0, "duration": 0.5, "channel": 0, "text": "A"}
-    (folder / "recordings.jsonl").write_text(json.dumps(recording) + "\n")
-    (folder / "supervisions.jsonl").write_text(json.dumps(supervision) + "\n")
+    for kind, item in (("recordings", recording), ("supervisions", supervision)):
+        (folder / f"{kind}.jsonl").write_text(json.dumps(item) + "\n")
     found = manifests.read_folder(folder)
     assert found is not None
     return audio_of(found[0])
-
-
-READERS = [of_wav_scp, of_segments, of_feats_scp, of_cmvn_scp, of_lhotse]
 
 
 @pytest.fixture
@@ -77,10 +65,10 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     data, here = tmp_path / "data", tmp_path / "here"
     for number, folder in enumerate((data, here), start=1):
         (folder / "sub").mkdir(parents=True)
-        write_audio(folder, number)
-        write_matrix(folder, number)
-    (data / "text").write_text("u A\n")
-    (data / "utt2spk").write_text("u s\n")
+        soundfile.write(folder / f"{NAME}.wav", np.full(RATE_HZ, number, np.int16), RATE_HZ)
+        kaldiio.save_ark(str(folder / f"{NAME}.ark"), {"u": np.full((2, 3), float(number))})
+    for table, value in (("text", "A"), ("utt2spk", "s")):
+        (data / table).write_text(f"u {value}\n")
     monkeypatch.chdir(here)
     return data, here
 
@@ -88,15 +76,11 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 @pytest.mark.entry("Sp9", "the working directory has a file with the relative name that a table or a manifest of a data folder "
                    "gives", "works", "relative names start in the data folder, for `wav.scp`, `feats.scp`, `cmvn.scp` and lhotse "
                    "manifests; the working directory is never searched.")
-@pytest.mark.parametrize("read", READERS)
-def test_a_relative_name_starts_in_the_data_folder(folders: tuple[Path, Path], read: Callable[[Path], float]) -> None:
-    assert read(folders[0]) == 1.0
-
-
-@pytest.mark.entry("Sp9")
-@pytest.mark.parametrize("read", READERS)
-def test_a_file_of_the_working_directory_alone_is_missing(folders: tuple[Path, Path], read: Callable[[Path], float]) -> None:
+@pytest.mark.parametrize("read", [of_wav_scp, of_segments, of_feats_scp, of_cmvn_scp, of_lhotse])
+def test_a_relative_name_starts_in_the_data_folder_alone(
+        folders: tuple[Path, Path], read: Callable[[Path], float]) -> None:
     data, _ = folders
+    assert read(data) == 1.0
     for path in (data / "sub").iterdir():
         path.unlink()
     with pytest.raises((DataError, soundfile.LibsndfileError), match="sub/one"):
@@ -107,8 +91,7 @@ def test_a_file_of_the_working_directory_alone_is_missing(folders: tuple[Path, P
 def test_home_and_absolute_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "data"
-    assert named_in(folder, "a b.wav") == folder / "a b.wav"
-    assert named_in(folder, "/x/a.wav") == Path("/x/a.wav")
-    assert named_in(folder, "~/a.wav") == tmp_path / "a.wav"
-    # no such user: a file name
-    assert named_in(folder, "~nobody-here/a.wav") == folder / "~nobody-here/a.wav"
+    # there is no user none: a file name
+    for name, path in {"a b.wav": folder / "a b.wav", "~none/a.wav": folder / "~none/a.wav",
+                       "/x/a.wav": Path("/x/a.wav"), "~/a.wav": tmp_path / "a.wav"}.items():
+        assert named_in(folder, name) == path

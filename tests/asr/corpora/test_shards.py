@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ngsgd.asr import speech_set
-from ngsgd.asr.corpora import data_dir, kaldi_dirs
+from ngsgd.asr.corpora import data_dir, kaldi_dirs, shard_processes
+from ngsgd.asr.corpora import sharding as of_shard
 from ngsgd.asr.corpora.corpus import prepare
-from ngsgd.asr.corpora.shards import computing, plan, shard_file
 from ngsgd.asr.features import augment, cmvn
 from ngsgd.asr.recording import AudioFile
 from ngsgd.asr.speech_set import SpeechSet
@@ -25,6 +25,7 @@ from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.data.storage import write_arrays
 from ngsgd.errors import DataError
 from tests.asr.made_up_speech import write_data
+from tests.reported import silent
 
 soundfile = pytest.importorskip("soundfile")
 kaldiio = pytest.importorskip("kaldiio")
@@ -43,15 +44,11 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SHARD_S", SHARD_S)
+    monkeypatch.setattr(of_shard, "SHARD_S", SHARD_S)
 
 
 def config(folder: Path) -> DataConfig:
     return DataConfig(corpus="kaldi", source=str(folder))
-
-
-def silent(_: str) -> None:
-    pass
 
 
 def in_memory(folder: Path, features: FeatureConfig, changes: AugmentConfig) -> dict[str, SpeechSet]:
@@ -85,8 +82,7 @@ def check_equal(found: SpeechSet, expected: SpeechSet) -> None:
     ("none", AugmentConfig()), ("utterance", AugmentConfig()), ("speaker", AugmentConfig(speed="all", noise=True)),
     ("online", AugmentConfig(voice=True, num_copies=2))])
 def test_shards_give_the_bits_of_all_features_in_memory(
-    mine: Path, tmp_path: Path, normalization: str, changes: AugmentConfig,
-) -> None:
+        mine: Path, tmp_path: Path, normalization: str, changes: AugmentConfig) -> None:
     features = replace(FEATURES, cmvn=normalization)  # type: ignore[arg-type]
     sets, _ = kaldi_dirs.make(config(mine), features, changes, tmp_path, num_processes=1)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2 * len(SETS)
@@ -106,19 +102,17 @@ def test_two_processes_give_the_bits_of_one(mine: Path, tmp_path: Path) -> None:
         assert (one / name).read_bytes() == other.read_bytes()
 
 
-# kills and damage
-
 # kills itself in the middle of the second shard, before it, or in the normalization
 KILLED = """
 import os, signal, sys
 from ngsgd.asr.corpora.corpus import prepare
-from ngsgd.asr.corpora.shards import plan, shard_file
+from ngsgd.asr.corpora import sharding as of_shard
 from ngsgd.config import DataConfig, FeatureConfig
 from ngsgd.data import mapped
 
 source, cache, where, shard_s = sys.argv[1:]
-plan.SHARD_S = float(shard_s)
-calls, write_arrays, write_rows = [], shard_file.write_arrays, mapped.write_rows
+of_shard.SHARD_S = float(shard_s)
+calls, write_arrays, write_rows = [], of_shard.write_arrays, mapped.write_rows
 
 def shard(path, first, shape, pieces, rest):
     calls.append(path)
@@ -136,7 +130,7 @@ def rows(path, shape, pieces):
         os.kill(os.getpid(), signal.SIGKILL)
     return write_rows(path, shape, pieces)
 
-shard_file.write_arrays, mapped.write_rows = shard, rows
+of_shard.write_arrays, mapped.write_rows = shard, rows
 prepare(DataConfig(corpus="kaldi", source=source),
         FeatureConfig(kind="mfcc", num_mel_bins=23, cmvn="speaker", sample_rate_hz=16000), __import__("pathlib").Path(cache), print)
 """
@@ -145,8 +139,7 @@ prepare(DataConfig(corpus="kaldi", source=source),
 @pytest.mark.faults
 @pytest.mark.parametrize("where", ["between shards", "in a shard", "in the normalization"])
 def test_a_killed_preparation_continues_with_the_same_bytes(
-    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str,
-) -> None:
+        mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     cache = tmp_path / "cache"
     killed = subprocess.run([sys.executable, "-c", KILLED, str(mine), str(cache), where, str(SHARD_S)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -156,8 +149,7 @@ def test_a_killed_preparation_continues_with_the_same_bytes(
     def counted(path: Path, *arrays: object) -> str:
         written.append(path)
         return write_arrays(path, *arrays)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(shard_file, "write_arrays", counted)
+    monkeypatch.setattr(of_shard, "write_arrays", counted)
     again = prepare(config(mine), FEATURES, cache, silent)
     num_again = len(written)
     assert [path.name for path in cache.iterdir()] == [next(cache.glob("*/manifest.json")).parent.name]
@@ -197,8 +189,8 @@ def test_an_error_in_another_process_is_the_error_of_the_data(mine: Path, tmp_pa
 
 
 def test_a_shard_that_another_process_computes_is_awaited(mine: Path, tmp_path: Path) -> None:
-    part = plan.Part("train", data_dir.read(mine / "train", given_features=False))
-    shards = plan.shards(part, FEATURES)
+    part = of_shard.Part("train", data_dir.read(mine / "train", given_features=False))
+    shards = of_shard.divided(part, FEATURES)
     locked = tmp_path / shards[0].file_name
     holder = subprocess.Popen([sys.executable, "-c", "import fcntl, sys, time\nfile = open(sys.argv[1], 'w')\n"
                                "fcntl.flock(file, fcntl.LOCK_EX)\nprint('locked', flush=True)\nsys.stdin.read()",
@@ -211,10 +203,10 @@ def test_a_shard_that_another_process_computes_is_awaited(mine: Path, tmp_path: 
         reported.append(line)
         assert not locked.exists()
         holder.communicate()
-
-    computing.compute(shards, FEATURES, tmp_path, num_processes=1, report=release_at_the_start)
+    shard_processes.compute(shards, FEATURES, tmp_path, num_processes=1,
+                            report=release_at_the_start)
     assert reported
-    assert all(shard_file.is_complete(tmp_path / shard.file_name) for shard in shards)
+    assert all(of_shard.is_complete(tmp_path / shard.file_name) for shard in shards)
 
 
 @pytest.mark.faults
@@ -234,13 +226,12 @@ def test_shards_are_in_the_order_of_recordings_and_time(tmp_path: Path) -> None:
     (tmp_path / "segments").write_text("".join(f"{utt} {rec} {start} {end}\n" for utt, (rec, start, end) in times.items()))
     for table in ("text", "utt2spk"):
         (tmp_path / table).write_text("".join(f"{utt} x\n" for utt in times))
-    part = plan.Part("train", data_dir.read(tmp_path, given_features=False))
-    assert [[one.utt_id for one in shard.entries] for shard in plan.shards(part, FEATURES)] == [["u1", "u0"], ["u3", "u2"]]
+    part = of_shard.Part("train", data_dir.read(tmp_path, given_features=False))
+    assert [[one.utt_id for one in shard.entries] for shard in of_shard.divided(part, FEATURES)] == [["u1", "u0"], ["u3", "u2"]]
 
 
 def test_each_recording_is_opened_once_for_all_its_segments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_data(tmp_path / "data", num_utterances=2)
     rng = np.random.default_rng(0)
     for recording in ("a", "b"):
@@ -257,14 +248,11 @@ def test_each_recording_is_opened_once_for_all_its_segments(
     def counted(path: Path, name: str) -> AudioFile:
         opened.append(path)
         return open_file(path, name)
-
     monkeypatch.setattr(AudioFile, "open", counted)
     kaldi_dirs.make(config(data), FEATURES, AugmentConfig(), tmp_path, num_processes=1)
     assert len(list(tmp_path.glob("train-*.safetensors"))) > 8
     assert sorted(path.name for path in opened if "data" not in path.parts) == ["a.wav", "b.wav"]
 
-
-# memory
 
 MEASURED = """
 import re, sys
@@ -281,7 +269,7 @@ features = FeatureConfig(kind="given", cmvn="speaker")
 corpus = prepare(DataConfig(corpus="kaldi", source=str(source)), features, cache, print)
 alignments.write(source / "ali.npz", forced_alignment.flat_start(corpus, ""))
 corpus = prepare(DataConfig(corpus="kaldi", source=str(source), alignment=str(source / "ali.npz")), features, cache, print)
-prepare_archives(corpus.train.frames, corpus.valid.frames, EgsConfig(num_writers=1), num_classes=corpus.num_pdfs,
+prepare_archives(corpus.train.frames, corpus.valid.frames, EgsConfig(), num_writers=1, num_classes=corpus.num_pdfs,
                  digest=corpus.digest, cache_root=cache)
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
@@ -317,8 +305,8 @@ def test_tables_take_few_bytes_per_utterance(tmp_path: Path) -> None:
     """As Python objects a line of the three tables takes 1,400 bytes."""
     number = 1000
     names = [f"recording{i // 100:03d}-{i:06d}" for i in range(number)]
-    write_table = {"text": "seven three nine zero", "utt2spk": "speaker", "segments": "recording 0.5 3.25"}
-    for table, value in write_table.items():
+    for table, value in {"text": "seven three nine zero", "utt2spk": "speaker",
+                         "segments": "recording 0.5 3.25"}.items():
         (tmp_path / table).write_text("".join(f"{name} {value}\n" for name in names))
     (tmp_path / "wav.scp").write_text("recording recording.wav\n")
     # the table of interned strings of Python may grow once, by megabytes
@@ -330,15 +318,15 @@ def traced_bytes(folder: Path, number: int) -> int:
     gc.collect()
     tracemalloc.start()
     try:
-        part = plan.Part("train", data_dir.read(folder, given_features=False))
-        assert sum(len(shard.at) for shard in plan.shards(part, FEATURES)) == number
+        part = of_shard.Part("train", data_dir.read(folder, given_features=False))
+        assert sum(len(shard.at) for shard in of_shard.divided(part, FEATURES)) == number
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
 
 def test_the_plan_survives_the_way_to_another_process(mine: Path) -> None:
-    part = plan.Part("train", data_dir.read(mine / "train", given_features=False), AugmentConfig(speed="all"), mine)
-    for shard in plan.shards(part, FEATURES):
-        again = plan.Shard.of_json(shard.to_json())
+    part = of_shard.Part("train", data_dir.read(mine / "train", given_features=False), AugmentConfig(speed="all"), mine)
+    for shard in of_shard.divided(part, FEATURES):
+        again = of_shard.Shard.of_json(shard.to_json())
         assert (again.entries, again.file_name, again.part.changes) == (shard.entries, shard.file_name, part.changes)

@@ -8,9 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
-from ngsgd.asr.corpora.digits import labels, utterances
-from ngsgd.asr.corpora.fsdd.recordings import PHONES, relabeled, with_pronunciations
-from ngsgd.asr.corpora.fsdd.segments import load_catalogue
+from ngsgd.asr.corpora import digits
+from ngsgd.asr.corpora.fsdd import PHONES, load_catalog, relabeled, with_pronunciations
 from ngsgd.asr.features import augment
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.utterance import Utterance
@@ -19,7 +18,7 @@ from ngsgd.config import AugmentConfig, DataConfig
 
 def spoken(clean_fraction: float = 0.0) -> list[Utterance]:
     is_clean = partial(augment.is_clean, config=AugmentConfig(clean_fraction=clean_fraction))
-    return list(utterances.utterances("train", DataConfig(), minutes=0.5, num_at_once=1, is_clean=is_clean))
+    return list(digits.utterances("train", DataConfig(), minutes=0.5, num_at_once=1, is_clean=is_clean))
 
 
 def phone_and_state(topology: Topology, pdf: int) -> tuple[str, int]:
@@ -44,12 +43,12 @@ def words_of(topology: Topology, pdf_T: Sequence[int]) -> list[str]:
 
 
 def test_every_synthetic_phone_has_a_phone_of_fsdd() -> None:
-    assert set(PHONES) == set(labels.TOPOLOGY.phones)
-    assert set(PHONES.values()) == set(load_catalogue().topology.phones)
+    assert set(PHONES) == set(digits.TOPOLOGY.phones)
+    assert set(PHONES.values()) == set(load_catalog().topology.phones)
 
 
 def test_the_lexicon_gains_four_without_r_and_keeps_its_phones() -> None:
-    before = load_catalogue().topology
+    before = load_catalog().topology
     after = with_pronunciations(before)
     assert after.phones == before.phones and after.words == before.words
     gained = {word: set(after.lexicon[word]) - set(before.lexicon[word]) for word in before.words}
@@ -58,11 +57,11 @@ def test_the_lexicon_gains_four_without_r_and_keeps_its_phones() -> None:
 
 
 def test_labels_are_those_of_the_mapped_phones() -> None:
-    topology = with_pronunciations(load_catalogue().topology)
+    topology = with_pronunciations(load_catalog().topology)
     made = spoken()
     for before, after in zip(made, relabeled(made, topology), strict=True):
         for old, new in zip(before.pdf_T, after.pdf_T, strict=True):
-            phone, state = phone_and_state(labels.TOPOLOGY, int(old))
+            phone, state = phone_and_state(digits.TOPOLOGY, int(old))
             assert phone_and_state(topology, int(new)) == (PHONES.get(phone, "SIL"), state)
         assert words_of(topology, after.pdf_T.tolist()) == list(after.words)
         assert np.array_equal(before.samples, after.samples)

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 
 from ngsgd import phase
 from ngsgd.asr.decode import evaluation, scoring
-from ngsgd.asr.decode.evaluation import tune_and_decode
+from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
@@ -16,6 +17,7 @@ from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from ngsgd.word_errors import WordErrors
 from tests.asr.decode.test_decoding import SMALL, spell
+from tests.reported import silent
 
 pytest.importorskip("kaldialign")
 
@@ -34,12 +36,8 @@ def test_errors_are_counted_by_kind_and_by_utterance() -> None:
     assert total.wer == pytest.approx(50.0)
 
 
-def test_an_empty_hypothesis_is_all_deletions() -> None:
-    total, _ = scoring.score([["one", "two"]], [[]], ["a"])
-    assert total == WordErrors(num_words=2, insertions=0, deletions=2, substitutions=0)
-
-
-def test_references_without_words_are_refused() -> None:
+def test_an_empty_hypothesis_is_all_deletions_and_references_without_words_are_refused() -> None:
+    assert scoring.score([["one", "two"]], [[]], ["a"])[0] == WordErrors(2, 0, 2, 0)
     with pytest.raises(DataError, match="no word"):
         scoring.score([[]], [["one"]], ["a"])
 
@@ -52,8 +50,8 @@ def test_per_utterance_file_shows_reference_over_hypothesis(tmp_path: Path) -> N
     assert lines[2].startswith("utt-1 %WER")
     ref, hyp = (line.split()[1:] for line in lines[3:5])
     assert len(ref) == len(hyp)
-    assert [word for word in ref if word != "***"] == ["one", "seven"]
-    assert [word for word in hyp if word != "***"] == ["one", "two", "six"]
+    assert [[word for word in words if word != "***"]
+            for words in (ref, hyp)] == [["one", "seven"], ["one", "two", "six"]]
     assert [path.name for path in tmp_path.iterdir()] == ["per_utt.txt"]
 
 
@@ -81,8 +79,7 @@ def test_a_word_like_the_placeholder_is_a_word_in_every_file(word: str, tmp_path
 def test_speakers_and_utterances_without_words_are_counted_in_every_file(tmp_path: Path) -> None:
     refs, hyps = [["a", "b"], [], [], []], [["a"], ["c", "d"], [], ["e"]]
     total, rows = scoring.score(refs, hyps, ["u1", "u2", "u3", "u4"])
-    assert total == WordErrors(2, 3, 1, 0)
-    assert total.wer == 200.0
+    assert total == WordErrors(2, 3, 1, 0) and total.wer == 200.0
     assert math.isnan(rows[1].errors.wer)
     scoring.write_per_speaker(tmp_path / "per_spk.txt", rows, ["s1", "s2", "s2", "s3"])
     text = (tmp_path / "per_spk.txt").read_text()
@@ -106,56 +103,63 @@ def test_interval_holds_the_wer_and_is_repeatable() -> None:
 def test_interval_without_errors_ends_above_zero() -> None:
     refs = [["a", "b"]] * 100
     interval = scoring.confidence_interval(refs, refs)
-    assert interval.low == 0.0
-    assert interval.high == pytest.approx(1.5)
+    assert interval.low == 0.0 and interval.high == pytest.approx(1.5)
     assert scoring.confidence_interval(refs[:1], refs[:1]).high == 100.0
 
 
-def speech_that_says(texts: list[list[str]], topology: Topology) -> tuple[SpeechSet, list[np.ndarray]]:
+Said = tuple[SpeechSet, list[np.ndarray]]
+
+
+def speech_that_says(texts: list[list[str]], topology: Topology = SMALL) -> Said:
     logliks = [spell(topology, words, frames_per_state=2) for words in texts]
     offsets = np.cumsum([0, *map(len, logliks)], dtype=np.int64)
-    frames = FrameSet(features_TD=np.zeros((offsets[-1], 1), np.float32), pdf_T=np.zeros(offsets[-1], np.int32),
-                      offsets=offsets, utt_ids=tuple(map(str, range(len(texts)))))
+    frames = FrameSet(np.zeros((offsets[-1], 1), np.float32), np.zeros(offsets[-1], np.int32),
+                      offsets, tuple(map(str, range(len(texts)))))
     return SpeechSet(frames=frames, texts=tuple(map(tuple, texts)), speakers=("s",) * len(texts)), logliks
+
+
+def tuned(config: DecodeConfig, valid: Said, test: Said,
+          report: Callable[[str], None] = silent) -> DecodingResult:
+    return tune_and_decode(Language(SMALL), config, valid=valid[0], valid_logliks=valid[1],
+                           test=test[0], test_logliks=test[1], report=report)
+
+
+VALID, TEST = (speech_that_says(texts)
+               for texts in ([["ab", "b", "aa"], ["aa", "ab"]], [["b", "ab"], ["aa"]]))
 
 
 def test_the_setting_that_is_best_on_valid_is_used_on_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase, "REPORT_S", 0.0)
     phases: list[str] = []
-    valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
-    test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
     # at scale 1e-6 frames weigh nothing against the cost of a word, and at penalty 1e4 no word is
     # worth it
     config = DecodeConfig(acoustic_scales=(1e-6, 1.0), word_penalties=(1e4, 0.0), beam=1e6)
-    result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test,
-                             test_logliks=test_logliks, report=phases.append)
+    result = tuned(config, VALID, TEST, phases.append)
     assert any("1 of 2" in phase for phase in phases)
     assert (result.setting.acoustic_scale, result.setting.word_penalty) == (1.0, 0.0)
     assert result.valid.num_errors == result.test.num_errors == 0
     assert len(result.sweep) == 4
-    assert result.sweep[0][1].deletions == sum(map(len, valid.texts))
-    assert result.hypotheses == test.texts
+    assert result.sweep[0][1].deletions == sum(map(len, VALID[0].texts))
+    assert result.hypotheses == TEST[0].texts
 
 
 def test_a_chance_minimum_on_valid_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    speech, logliks = speech_that_says([["ab"]], SMALL)
+    said = speech_that_says([["ab"]])
     # errors at the scales 0.1, 0.2 ... 0.5
     tried = tuple((DecodingWeights(scale / 10, 0.0), WordErrors(100, 0, 0, errors))
                   for scale, errors in zip(range(1, 6), (1, 20, 3, 2, 3), strict=True))
     monkeypatch.setattr(evaluation, "sweep", lambda *_: tried)
-    result = tune_and_decode(Language(SMALL), DecodeConfig(oracle=True), valid=speech, valid_logliks=logliks, test=speech,
-                             test_logliks=logliks)
+    result = tuned(DecodeConfig(oracle=True), said, said)
     assert (result.setting.acoustic_scale, result.valid.num_errors) == (0.4, 2)
     # Kaldi's choice for comparison is the minimum itself
-    assert result.oracle is not None
-    assert result.oracle[0].acoustic_scale == 0.1
+    assert result.oracle is not None and result.oracle[0].acoustic_scale == 0.1
 
 
 def test_scores_of_another_models_states_are_refused() -> None:
-    speech, logliks = speech_that_says([["ab"]], SMALL)
-    narrow = [loglik_TP[:, 1:] for loglik_TP in logliks]
+    speech, logliks = speech_that_says([["ab"]])
+    narrow = speech, [loglik_TP[:, 1:] for loglik_TP in logliks]
     with pytest.raises(DataError, match=r"6 HMM.*7"):
-        tune_and_decode(Language(SMALL), DecodeConfig(), valid=speech, valid_logliks=narrow, test=speech, test_logliks=narrow)
+        tuned(DecodeConfig(), narrow, narrow)
 
 
 @pytest.mark.entry("Nc10", "the steps after the training: decoding, oracle, calibration", "works",
@@ -164,11 +168,8 @@ def test_scores_of_another_models_states_are_refused() -> None:
 def test_the_wer_is_known_before_the_calibration_and_every_step_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase, "REPORT_S", 0.0)
     lines: list[str] = []
-    valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
-    test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
     config = DecodeConfig(acoustic_scales=(1.0,), word_penalties=(0.0, 1.0), beam=1e6, oracle=True)
-    result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test,
-                             test_logliks=test_logliks, report=lines.append)
+    result = tuned(config, VALID, TEST, lines.append)
     wer = next(n for n, line in enumerate(lines) if str(result.test) in line)
     steps = {line.partition(":")[0] for line in lines if isinstance(line, phase.Phase) and ": 1 of " in line}
     assert steps == {"scale selection", "decoding the test set", "oracle", "calibrating confidences"}

@@ -9,7 +9,6 @@ import pytest
 
 from ngsgd.asr import speech_set
 from ngsgd.asr.features import cmvn
-from ngsgd.asr.features.cmvn import CmnState, OnlineMean
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig
 from ngsgd.errors import DataError
@@ -19,6 +18,9 @@ RANDOM = np.random.default_rng(0)
 UTTERANCES = [RANDOM.normal(5.0, 2.0, size=(length, 3)).astype(np.float32) for length in (40, 7, 25)]
 ALL = np.concatenate(UTTERANCES)
 ONLINE = FeatureConfig(cmvn="online")
+SAID = [FramedUtterance(f"u{number}", speaker, ("A",), frames_TD,
+                        np.zeros(len(frames_TD), np.int32))
+        for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
 
 
 @pytest.fixture
@@ -58,8 +60,8 @@ def test_invalid_statistics_are_reported(stats: np.ndarray, told: str) -> None:
 def test_the_mean_so_far_is_its_definition_to_a_bit_whatever_comes_at_once(step: int) -> None:
     stats, heard = cmvn.statistics(ALL), None
     for number, frames_TD in enumerate(UTTERANCES):
-        whole_TD = OnlineMean(stats, heard).accept(frames_TD)
-        stream = OnlineMean(stats, heard)
+        whole_TD = cmvn.OnlineMean(stats, heard).accept(frames_TD)
+        stream = cmvn.OnlineMean(stats, heard)
         found_TD = np.concatenate([stream.accept(frames_TD[at:at + step]) for at in range(0, len(frames_TD), step)])
         np.testing.assert_array_equal(found_TD, whole_TD)
         before = [one.astype(np.float64) for one in UTTERANCES[:number]]
@@ -67,17 +69,14 @@ def test_the_mean_so_far_is_its_definition_to_a_bit_whatever_comes_at_once(step:
                                               global_mean_D=ALL.mean(axis=0, dtype=np.float64), most_global=6)
         np.testing.assert_allclose(found_TD, expected_TD, rtol=1e-12)
         heard = stream.heard()
-    assert isinstance(heard, CmnState) and heard.count == len(ALL)
+    assert isinstance(heard, cmvn.CmnState) and heard.count == len(ALL)
 
 
 @pytest.mark.usefixtures("short_window")
 def test_online_normalization_processes_speakers_in_order_and_keeps_raw_features() -> None:
-    said = [FramedUtterance(f"u{number}", speaker, ("A",), frames_TD, np.zeros(len(frames_TD), np.int32))
-            for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
     stats = cmvn.statistics(ALL)
-    raw = speech_set.assemble(said, ONLINE)
-    online = speech_set.normalized_online(raw, stats)
-    third = OnlineMean(stats, CmnState(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
+    online = speech_set.normalized_online(speech_set.assemble(SAID, ONLINE), stats)
+    third = cmvn.OnlineMean(stats, cmvn.CmnState(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
     expected = (UTTERANCES[2] - third.accept(UTTERANCES[2])) / ALL.std(axis=0, dtype=np.float64)
     # float32
     np.testing.assert_allclose(online.split_features()[2], expected, rtol=1e-5, atol=1e-6)
@@ -86,8 +85,6 @@ def test_online_normalization_processes_speakers_in_order_and_keeps_raw_features
 
 @pytest.mark.parametrize("kind", ["none", "utterance", "speaker"])
 def test_raw_features_are_restored_after_any_normalization(kind: Any) -> None:
-    said = [FramedUtterance(f"u{number}", speaker, ("A",), frames_TD, np.zeros(len(frames_TD), np.int32))
-            for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
-    speech = speech_set.assemble(said, FeatureConfig(cmvn=kind))
+    speech = speech_set.assemble(SAID, FeatureConfig(cmvn=kind))
     for u, frames_TD in enumerate(UTTERANCES):
         np.testing.assert_allclose(speech.raw(u), frames_TD, rtol=1e-6, atol=2e-6)  # float32

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ngsgd.asr.features import filterbank, noise
+from ngsgd.asr.features import augment, filterbank
 from ngsgd.asr.utterance import frame_centers, num_frames, spread_to_samples
 from ngsgd.config import FeatureConfig
 
@@ -54,26 +54,14 @@ def test_bins_without_an_fft_point_become_zero_not_nan() -> None:
     assert np.isfinite(features_TD).all()
 
 
-@pytest.mark.parametrize("colour", list(noise.COLOURS))
-@pytest.mark.parametrize("snr_db", [-5.0, 0.0, 15.0])
-def test_mixture_has_the_ratio_asked_for_where_there_is_speech(colour: str, snr_db: float) -> None:
-    rng = np.random.default_rng(0)
-    is_speech = np.arange(40000) % 8000 < 4000
-    speech = np.where(is_speech, rng.normal(scale=500, size=40000), 0.0)
-    mixture = noise.mix(speech, noise.COLOURS[colour](40000, rng), snr_db=snr_db, is_speech=is_speech)
-    # far from full scale, so nothing was turned down
-    noise_power = np.mean((mixture - speech) ** 2)
-    assert 10 * np.log10(np.mean(speech[is_speech] ** 2) / noise_power) == pytest.approx(snr_db, abs=0.01)
-
-
 def test_loud_mixtures_are_turned_down_instead_of_clipped() -> None:
     speech = 32767 * np.sin(np.arange(8000) / 5)
-    mixture = noise.mix(speech, noise.white(8000, np.random.default_rng(0)), snr_db=0.0, is_speech=np.ones(8000, bool))
-    assert np.abs(mixture.astype(int)).max() == pytest.approx(noise.LOUDEST_MIX, abs=1)
+    mixture = augment.mix(speech, augment.white(8000, np.random.default_rng(0)), snr_db=0.0, is_speech=np.ones(8000, bool))
+    assert np.abs(mixture.astype(int)).max() == pytest.approx(augment.LOUDEST_MIX, abs=1)
 
 
 def test_pink_noise_falls_three_decibels_per_octave() -> None:
-    power = np.abs(np.fft.rfft(noise.pink(1 << 17, np.random.default_rng(0)))) ** 2
+    power = np.abs(np.fft.rfft(augment.pink(1 << 17, np.random.default_rng(0)))) ** 2
     low, high = power[1000:2000].mean(), power[16000:32000].mean()
     assert 10 * np.log10(low / high) == pytest.approx(12.0, abs=0.5)  # four octaves apart
 
@@ -81,5 +69,4 @@ def test_pink_noise_falls_three_decibels_per_octave() -> None:
 @pytest.mark.parametrize("num_samples", [40, 119, 120, 121, 160])
 def test_flags_of_frames_cover_every_sample(num_samples: int) -> None:
     flags = spread_to_samples(np.ones(num_frames(num_samples), bool), num_samples)
-    assert flags.shape == (num_samples,)
-    assert flags.all()
+    assert flags.tolist() == [True] * num_samples

@@ -1,6 +1,4 @@
-"""Voice perturbation: a slow reference, pitch, formants and rate of made sounds, and labels of
-changed utterances.
-"""
+"""Voice perturbation: a slow reference, pitch, formants and rate of made sounds, and labels."""
 
 from __future__ import annotations
 
@@ -70,8 +68,8 @@ def test_formants_change_and_the_pitch_stays(formants: float) -> None:
 
 def test_higher_pitch_leaves_the_formants() -> None:
     samples = vowel()
-    changed = change_voice(samples, VoiceChange(pitch=1.5), RATE)
-    assert formant_of(changed) == pytest.approx(formant_of(samples), rel=0.08)
+    higher = change_voice(samples, VoiceChange(pitch=1.5), RATE)
+    assert formant_of(higher) == pytest.approx(formant_of(samples), rel=0.08)
 
 
 @pytest.mark.parametrize("rate", [0.85, 1.2])
@@ -123,7 +121,8 @@ def test_sampled_pitch_and_formants_rise_together_and_the_rate_is_within_its_bou
     assert np.log(voice.RATE[0]) <= rate.min() and rate.max() <= np.log(voice.RATE[1])
 
 
-# Utterances ---------------------------------------------------------------------------------------
+def same(one: Utterance, other: Utterance) -> bool:
+    return np.array_equal(one.samples, other.samples)
 
 
 def tone(utt_id: str, speaker: str = "anna") -> Utterance:
@@ -151,9 +150,9 @@ def test_half_of_the_utterances_have_another_voice_of_sixteen() -> None:
     assert {one.speaker for one in found} == {"anna", *(f"vc{k}-anna" for k in range(augment.NUM_VOICES))}
     is_same = [one.speaker == "anna" for one in found]
     assert 0.4 < np.mean(is_same) < 0.6
-    assert is_same == [np.array_equal(one.samples, other.samples) for one, other in zip(found, utterances, strict=True)]
+    assert is_same == [same(one, other) for one, other in zip(found, utterances, strict=True)]
     again = changed(utterances[::-1], AugmentConfig(voice=True))[::-1]
-    assert all(np.array_equal(one.samples, other.samples) for one, other in zip(found, again, strict=True))
+    assert all(map(same, found, again))
 
 
 def test_a_name_leads_to_the_labels_of_the_original() -> None:
@@ -169,15 +168,15 @@ def test_a_name_leads_to_the_labels_of_the_original() -> None:
 def test_voices_of_two_speakers_differ() -> None:
     pairs = zip(changed([tone(f"u{n}") for n in range(20)], AugmentConfig(voice=True)),
                 changed([tone(f"u{n}", "berta") for n in range(20)], AugmentConfig(voice=True)), strict=True)
-    differ = [not np.array_equal(one.samples, other.samples) for one, other in pairs if one.speaker.startswith("vc")]
+    differ = [not same(one, other) for one, other in pairs if one.speaker.startswith("vc")]
     assert differ and all(differ)
 
 
 def test_switching_voices_on_samples_the_same_noise() -> None:
     plain, both = (changed([tone(f"u{n}") for n in range(60)], AugmentConfig(noise=True, voice=on)) for on in (False, True))
-    unchanged = [(one, other) for one, other in zip(plain, both, strict=True) if other.speaker == "anna"]
-    assert unchanged
-    assert all(np.array_equal(one.samples, other.samples) for one, other in unchanged)
+    unchanged = [same(one, other) for one, other in zip(plain, both, strict=True)
+                 if other.speaker == "anna"]
+    assert unchanged and all(unchanged)
 
 
 def test_the_clean_fraction_has_no_noise_and_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,13 +185,12 @@ def test_the_clean_fraction_has_no_noise_and_no_room(monkeypatch: pytest.MonkeyP
     utterances = [tone(f"u{n}") for n in range(200)]
     config = AugmentConfig(noise=True, reverb=True, clean_fraction=0.3)
     found = changed(utterances, config)
-    is_same = [np.array_equal(one.samples, other.samples) for one, other in zip(found, utterances, strict=True)]
+    is_same = [same(one, other) for one, other in zip(found, utterances, strict=True)]
     assert is_same == [augment.is_clean(one.utt_id, config) for one in utterances]
     assert 0.2 < np.mean(is_same) < 0.4
     # the others are as without the option
     without = changed(utterances, replace(config, clean_fraction=0.0))
-    assert all(np.array_equal(one.samples, other.samples) for one, other, clean in zip(found, without, is_same, strict=True)
-               if not clean)
+    assert all(clean or same(*pair) for clean, *pair in zip(is_same, found, without, strict=True))
 
 
 def test_noise_of_the_corpus_is_added_after_the_voice_changed_and_not_to_clean_speech() -> None:
@@ -201,7 +199,6 @@ def test_noise_of_the_corpus_is_added_after_the_voice_changed_and_not_to_clean_s
     def mix(samples: np.ndarray, is_speech: np.ndarray, _random: np.random.Generator) -> np.ndarray:
         assert is_speech.shape == samples.shape
         return np.asarray(samples + 100.0 * ~is_speech)
-
     without = changed(utterances, config)
     mixed = augment.augmented(utterances, config, silence_pdfs=[0], mix=mix)
     for before, one, other in zip(utterances, without, mixed, strict=True):

@@ -1,6 +1,4 @@
-"""Our reader of Kaldi's objects against kaldi-native-io and kaldiio: every form, bits, ranges, and
-damaged headers.
-"""
+"""Our reader of Kaldi's objects against two others: every form, bits, ranges, damaged headers."""
 
 from __future__ import annotations
 
@@ -17,7 +15,9 @@ import numpy as np
 import pytest
 
 from ngsgd.asr import unpacking
-from ngsgd.asr.kaldi_io.tables import Entry, read_ark, read_int_vectors, read_matrix, write_int_vectors, write_matrices
+from ngsgd.asr.features import cmvn
+from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io.tables import Entry, read_ark, read_int_vectors, read_matrix, write_matrices
 from ngsgd.data.kaldi_objects import KaldiFormatError, Place, open_source, parse_place, read_archive
 from ngsgd.errors import DataError
 
@@ -41,25 +41,21 @@ def same_bits(found: Arrays, expected: Arrays) -> bool:
         and found[key].tobytes() == expected[key].tobytes() for key in expected)
 
 
-@pytest.mark.parametrize("kind", ["FloatMatrix", "DoubleMatrix", "FloatVector", "DoubleVector"])
-def test_binary_objects_of_kaldi_native_io_are_read_bitwise(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "form"), [
+    *((kind, "ark") for kind in ("FloatMatrix", "DoubleMatrix", "FloatVector", "DoubleVector")),
+    ("FloatMatrix", "ark,t"), ("FloatVector", "ark,t")])
+def test_objects_of_kaldi_native_io_are_read_bitwise(tmp_path: Path, kind: str, form: str) -> None:
     arrays = matrices("f4" if "Float" in kind else "f8")
     arrays = arrays if "Matrix" in kind else {key: array[0] for key, array in arrays.items()}
-    with getattr(kaldi_native_io, f"{kind}Writer")(f"ark:{tmp_path / 'a.ark'}") as writer:
+    path = tmp_path / "a.ark"
+    with getattr(kaldi_native_io, f"{kind}Writer")(f"{form}:{path}") as writer:
         for key, array in arrays.items():
             writer.write(key, array)
-    assert same_bits(read_all(tmp_path / "a.ark"), arrays)
-
-
-@pytest.mark.parametrize("kind", ["FloatMatrix", "FloatVector"])
-def test_text_objects_are_read_as_kaldi_native_io_reads_them(tmp_path: Path, kind: str) -> None:
-    arrays = matrices() if "Matrix" in kind else {key: array[0] for key, array in matrices().items()}
-    with getattr(kaldi_native_io, f"{kind}Writer")(f"ark,t:{tmp_path / 'a.ark'}") as writer:
-        for key, array in arrays.items():
-            writer.write(key, array)
-    with getattr(kaldi_native_io, f"Sequential{kind}Reader")(f"ark:{tmp_path / 'a.ark'}") as reader:
-        expected = {key: np.array(array) for key, array in reader}
-    assert same_bits(read_all(tmp_path / "a.ark"), expected)
+    if form == "ark,t":
+        # text has fewer digits
+        with getattr(kaldi_native_io, f"Sequential{kind}Reader")(f"ark:{path}") as reader:
+            arrays = {key: np.array(array) for key, array in reader}
+    assert same_bits(read_all(path), arrays)
 
 
 METHODS = ["kAutomaticMethod", "kSpeechFeature", "kTwoByteAuto", "kTwoByteSignedInteger", "kOneByteAuto",
@@ -99,10 +95,9 @@ def test_integer_vectors_are_exchanged_both_ways(tmp_path: Path, form: str, pack
     with kaldi_native_io.Int32VectorWriter(f"{form}:{tmp_path / 'a.ark'}") as writer:
         for key, array in numbers.items():
             writer.write(key, array.tolist())
-    content = (tmp_path / "a.ark").read_bytes()
-    (tmp_path / "ali.1.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "ali.1.gz").write_bytes(gzip.compress((tmp_path / "a.ark").read_bytes()))
     assert same_bits(dict(read_int_vectors(tmp_path / ("ali.1.gz" if packed else "a.ark"))), numbers)
-    write_int_vectors(tmp_path / "b.ark", numbers.items())
+    tables.write_int_vectors(tmp_path / "b.ark", numbers.items())
     with kaldi_native_io.SequentialInt32VectorReader(f"ark:{tmp_path / 'b.ark'}") as reader:
         assert {key: list(array) for key, array in reader} == {key: array.tolist() for key, array in numbers.items()}
 
@@ -110,29 +105,31 @@ def test_integer_vectors_are_exchanged_both_ways(tmp_path: Path, form: str, pack
 RANGES = ["[0:19]", "[5:5]", "[0:19,3:5]", "[:,0:3]", "[:,2:2]", "[28:30]", "[28:31]", "[28:33]", "[0:4,:]"]
 
 
+def written_place(folder: Path) -> str:
+    """Where the matrix of 31 rows is, among the others."""
+    write_matrices(folder / "a.ark", matrices().items())
+    return next(line.split()[1] for line in (folder / "a.scp").read_text().splitlines()
+                if line.startswith("utt31 "))
+
+
 @pytest.mark.entry("K10", "feats.scp has row ranges, as `feats.ark:12[0:19]`", "works",
                    "rows and columns are cut as Kaldi cuts them; ranges outside of the matrix are a `DataError`.")
 @pytest.mark.parametrize("part", RANGES)
 def test_ranges_are_those_of_kaldi(tmp_path: Path, part: str) -> None:
     """Both ends belong to the range, and the last row may lie up to three rows beyond the end."""
-    write_matrices(tmp_path / "a.ark", matrices().items())
-    line = next(line for line in (tmp_path / "a.scp").read_text().splitlines() if line.startswith("utt31 "))
-    (tmp_path / "b.scp").write_text(f"{line}{part}\n")
+    place = written_place(tmp_path)
+    (tmp_path / "b.scp").write_text(f"utt31 {place}{part}\n")
     with kaldi_native_io.SequentialFloatMatrixReader(f"scp:{tmp_path / 'b.scp'}") as reader:
         [(_, expected)] = [(key, np.array(array)) for key, array in reader]
-    found = read_matrix(Entry(line.split()[1] + part, "b.scp:1"), tmp_path)
+    found = read_matrix(Entry(place + part, "b.scp:1"), tmp_path)
     assert found.shape == expected.shape and found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("part", [
-    "[0:34]", "[31:31]", "[3:2]", "[0:1,0:40]", "[0:1,0:1,0:1]", "[a]", "[-1:3]", "[]", "[,2:2]",
-    "[0:4,]", "[0:99999999999]",
-])
+@pytest.mark.parametrize("part", ["[0:34]", "[31:31]", "[3:2]", "[0:1,0:40]", "[0:1,0:1,0:1]",
+                                  "[a]", "[-1:3]", "[]", "[,2:2]", "[0:4,]", "[0:99999999999]"])
 def test_ranges_beyond_the_matrix_are_refused(tmp_path: Path, part: str) -> None:
-    write_matrices(tmp_path / "a.ark", matrices().items())
-    line = next(line for line in (tmp_path / "a.scp").read_text().splitlines() if line.startswith("utt31 "))
     with pytest.raises(DataError, match=r"b\.scp:7"):
-        read_matrix(Entry(line.split()[1] + part, "b.scp:7"), tmp_path)
+        read_matrix(Entry(written_place(tmp_path) + part, "b.scp:7"), tmp_path)
 
 
 def test_places_are_parsed() -> None:
@@ -142,9 +139,6 @@ def test_places_are_parsed() -> None:
     for value in ("cat a.ark |", "cat a.ark |[0:3]", "| cat", "a.ark; touch b |", "-", "", "[0:3]", ":12", "a\0b"):
         with pytest.raises(KaldiFormatError):
             parse_place(value)
-
-
-# headers ------------------------------------------------------------------------------------------
 
 
 def number(value: int) -> bytes:
@@ -206,7 +200,7 @@ def test_offset_beyond_the_file_and_missing_file_name_the_line(tmp_path: Path) -
 
 
 def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    write_int_vectors(tmp_path / "a.ark", [("a", np.arange(3, dtype=np.int32))] * 2)
+    tables.write_int_vectors(tmp_path / "a.ark", [("a", np.arange(3, dtype=np.int32))] * 2)
     with pytest.raises(DataError, match="twice"):
         read_int_vectors(tmp_path / "a.ark")
 
@@ -225,3 +219,55 @@ def test_gzip_that_expands_too_much_is_refused(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "ali.1.gz").write_bytes(gzip.compress(b"\0" * (1 << 24)))
     with pytest.raises(DataError, match="expands"):
         read_int_vectors(tmp_path / "ali.1.gz")
+
+
+RANDOM = np.random.default_rng(0)
+FEATURES = {f"utt{number}": RANDOM.normal(size=(5 + number, 3)).astype(np.float32)
+            for number in range(3)}
+ALIGNMENT = {key: RANDOM.integers(1000, size=len(rows)).astype(np.int32)
+             for key, rows in FEATURES.items()}
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return list(found) == list(expected) and all(np.array_equal(found[key], expected[key])
+                                                 for key in expected)
+
+
+def test_written_files_are_readable_by_the_other_library(tmp_path: Path) -> None:
+    write_matrices(tmp_path / "feats.ark", FEATURES.items())
+    tables.write_int_vectors(tmp_path / "ali.ark", ALIGNMENT.items())
+    assert same(dict(kaldiio.load_ark(str(tmp_path / "feats.ark"))), FEATURES)
+    assert same({key: kaldiio.load_scp(str(tmp_path / "feats.scp"))[key] for key in FEATURES},
+                FEATURES)
+    assert same(dict(kaldiio.load_ark(str(tmp_path / "ali.ark"))), ALIGNMENT)
+    with kaldi_native_io.SequentialFloatMatrixReader(f"scp:{tmp_path / 'feats.scp'}") as reader:
+        assert same({key: np.array(matrix) for key, matrix in reader}, FEATURES)
+    with kaldi_native_io.SequentialInt32VectorReader(f"ark:{tmp_path / 'ali.ark'}") as reader:
+        assert same({key: np.array(vector) for key, vector in reader}, ALIGNMENT)
+
+
+STATS = {f"spk{number}": cmvn.statistics(FEATURES[f"utt{number}"]) for number in range(3)}
+
+
+def test_cmvn_that_is_written_here_is_read_and_applied_there(tmp_path: Path) -> None:
+    write_matrices(tmp_path / "cmvn.ark", STATS.items())
+    tables.write_matrix(tmp_path / "global_cmvn.stats", STATS["spk0"])
+    assert same({key: kaldiio.load_scp(str(tmp_path / "cmvn.scp"))[key] for key in STATS}, STATS)
+    assert np.array_equal(kaldiio.load_mat(str(tmp_path / "global_cmvn.stats")), STATS["spk0"])
+    with kaldi_native_io.SequentialDoubleMatrixReader(f"scp:{tmp_path / 'cmvn.scp'}") as reader:
+        assert same({key: np.array(matrix) for key, matrix in reader}, STATS)
+
+
+@pytest.mark.parametrize("form", ["ark", "ark,t"])
+@pytest.mark.parametrize("precision", ["Double", "Float"])
+def test_cmvn_of_kaldi_native_io_is_read_here(tmp_path: Path, form: str, precision: str) -> None:
+    write = getattr(kaldi_native_io, f"{precision}MatrixWriter")
+    dtype = np.float64 if precision == "Double" else np.float32
+    with write(f"{form},scp:{tmp_path / 'cmvn.ark'},{tmp_path / 'cmvn.scp'}") as writer:
+        for key, matrix in STATS.items():
+            writer.write(key, matrix.astype(dtype))
+    for line in (tmp_path / "cmvn.scp").read_text().splitlines():
+        key, place = line.split()
+        found = tables.read_stats(Entry(place, "cmvn.scp:1"), tmp_path, 3)
+        np.testing.assert_allclose(found, STATS[key], rtol=1e-5 if form == "ark,t"
+                                   else 1e-7 * (dtype == np.float32))

@@ -1,6 +1,4 @@
-"""Processes without the secret at the ports of the collective exchange: they read, write and change
-nothing.
-"""
+"""Processes without the secret at the ports of the collective exchange change nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ import pytest
 
 from ngsgd.cluster.exchange import collective, process_group, rendezvous
 from ngsgd.cluster.exchange.authentication import Channel, RefusedError, accepted, new_secret, opened
-from ngsgd.cluster.exchange.collective import GroupFailure, MeanRequest
+from ngsgd.cluster.exchange.collective import GroupFailure, Step, StepRequest
 from ngsgd.cluster.exchange.process_group import Bytes, prove_members
 from ngsgd.cluster.exchange.rendezvous import MemberStore, Rendezvous
-from ngsgd.training.job import JobResult
-from tests.cluster.exchange.test_collective import PLAIN, Swarm, central, some
+from ngsgd.optim.outer import Average, OuterInfo
+from tests.cluster.exchange.test_collective import PLAIN, Swarm
 from tests.tiers import HANGS_S
 
 # as an outsider would: lists all keys, then writes an address of zeros under every name that a
@@ -47,31 +45,20 @@ except Exception as error:
 class Attacked(Swarm):
     """A group during whose every reduction somebody else is at work on its port."""
 
-    def __init__(self, num_workers: int, attack: Callable[[int], None]) -> None:
+    def __init__(self, num_workers: int, attack: Callable[[int], None] = lambda port: None) -> None:
         super().__init__(PLAIN, num_workers)
         self.attack = attack
 
-    def ask(self, orders: Mapping[int, MeanRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+    def ask(self, orders: Mapping[int, StepRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         self.orders.append(orders)
         self.attack(orders[0].port)
 
         def answer(worker: int) -> object:
             # the first member looks for the others' addresses before they are there
             time.sleep(0.2 * (worker > 0))
-            return self.members[worker].average(orders[worker])
+            return self.members[worker].step(orders[worker])
         with ThreadPoolExecutor(len(orders)) as threads:
             return dict(zip(orders, threads.map(answer, orders), strict=True))
-
-    def results(self, outer_iter: int = 0) -> list[JobResult]:
-        return [self.result(vector, vector, worker, worker, outer_iter)
-                for worker, vector in enumerate(self.vectors(outer_iter))]
-
-    def vectors(self, outer_iter: int = 0) -> list[Any]:
-        return [some(PLAIN.size, 10 * outer_iter + worker) for worker in range(len(self.members))]
-
-
-def expected(swarm: Attacked) -> Any:
-    return central(PLAIN, swarm.vectors(), [10.0 + job for job in range(len(swarm.members))])
 
 
 @pytest.mark.faults
@@ -82,9 +69,7 @@ def test_a_process_without_the_secret_neither_enters_nor_changes_the_mean() -> N
         done = subprocess.run([sys.executable, "-c", _STRANGER, str(port)], capture_output=True, text=True, check=False)
         answers.append(done.stdout.strip())
     swarm = Attacked(2, attack)
-    mean = swarm.mean(swarm.results())
-    assert mean is not None
-    assert np.array_equal(mean, expected(swarm))
+    assert swarm.round((0, 1))
     assert answers == ["refused"]
 
 
@@ -100,25 +85,23 @@ def test_a_flood_of_connections_delays_the_group_and_no_more(monkeypatch: pytest
                 with contextlib.suppress(OSError):
                     connection.sendall(bytes(1 + number % 40))
         swarm = Attacked(3, attack)
-        mean = swarm.mean(swarm.results())
-    assert mean is not None
-    assert np.array_equal(mean, expected(swarm))
+        assert swarm.round((0, 1, 2))
 
 
 def test_the_port_is_closed_after_the_group_has_formed() -> None:
-    swarm = Attacked(2, lambda port: None)
-    assert swarm.mean(swarm.results()) is not None
+    swarm = Attacked(2)
+    assert swarm.round((0, 1))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", swarm.orders[0][0].port), timeout=5)
-    assert swarm.mean(swarm.results(1)) is not None
+    assert swarm.round((0, 1), 1)
     assert swarm.orders[0][0].generation == swarm.orders[1][0].generation
 
 
 def test_every_generation_has_another_secret_which_no_log_shows() -> None:
-    swarm = Attacked(2, lambda port: None)
+    swarm = Attacked(2)
     for outer_iter in range(2):
         swarm.exchange.close()
-        assert swarm.mean(swarm.results(outer_iter)) is not None
+        assert swarm.round((0, 1), outer_iter)
     first, second = (orders[0].secret for orders in swarm.orders)
     assert first != second
     assert len(first) >= 16
@@ -126,9 +109,7 @@ def test_every_generation_has_another_secret_which_no_log_shows() -> None:
 
 
 class Altered:
-    """A group whose connections somebody sits on: what passes is changed after the first two
-    messages.
-    """
+    """A group whose data are changed in transfer after the first two messages."""
 
     def __init__(self, group: Any, alter: Callable[[Bytes], Bytes]) -> None:
         self.group, self.alter, self.num_messages = group, alter, 0
@@ -152,18 +133,16 @@ def swapped(content: Bytes) -> Bytes:
 
 def test_an_altered_result_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = process_group.GlooGroup
-    swarm = Attacked(2, lambda port: None)
-    results = swarm.results()
+    swarm = Attacked(2)
+    results = swarm.results((0, 1))
     monkeypatch.setattr(process_group, "GlooGroup", lambda *arguments: Altered(whole(*arguments), swapped))
-    assert swarm.mean(results) is None
+    assert not swarm.step(results)
     assert all(np.array_equal(result.sent.read(), vector)
-               for result, vector in zip(results, swarm.vectors(), strict=True))
+               for result, vector in zip(results, swarm.vectors((0, 1)), strict=True))
     (message,) = swarm.exchange.news()
     assert "forged" in message and "version" not in message
     monkeypatch.setattr(process_group, "GlooGroup", whole)
-    mean = swarm.mean(results)
-    assert mean is not None
-    assert np.array_equal(mean, expected(swarm))
+    assert swarm.round((0, 1))
     assert swarm.exchange.news() == []
 
 
@@ -195,18 +174,19 @@ def test_whatever_a_forged_message_raises_breaks_the_group_alone(monkeypatch: py
         raise ValueError("vector::_M_default_append")
     monkeypatch.setattr(collective, "join", join)
     swarm = Swarm(PLAIN, 1)
-    swarm.result(some(PLAIN.size, 0), some(PLAIN.size, 0), 0, 0)
-    order = MeanRequest("127.0.0.1", 1, 1, 0, 1, "gloo", 0.5, ((0, (0, 0, 1)),), (1.0,), None, new_secret())
-    assert isinstance(swarm.members[0].average(order), GroupFailure)
+    swarm.results((0,))
+    order = StepRequest("127.0.0.1", 1, 1, 0, 1, "gloo", 0.5, ((0, (0, 0, 1)),), 1,
+                        Step(Average(), OuterInfo(0, 1, 1, 0.1), {}, (1.0,)), {}, None, new_secret())
+    assert isinstance(swarm.members[0].step(order), GroupFailure)
 
 
 def test_a_group_that_fails_again_and_again_is_tried_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def join(*_: Any, **__: Any) -> Any:
         raise RuntimeError("disturbed")
     monkeypatch.setattr(collective, "join", join)
-    swarm = Attacked(2, lambda port: None)
+    swarm = Attacked(2)
     for outer_iter in range(5):
-        assert swarm.mean(swarm.results(outer_iter)) is None
+        assert not swarm.step(swarm.results((0, 1), outer_iter))
     assert len(swarm.orders) == 3
     news = swarm.exchange.news()
     assert len(news) == 3 and all("disturbed" in message for message in news)
@@ -218,9 +198,9 @@ def test_the_rendezvous_serves_only_members() -> None:
     server = Rendezvous("127.0.0.1", secret)
     try:
         with pytest.raises(RuntimeError):
-            MemberStore("127.0.0.1", server.port, new_secret(), 0.3)
+            MemberStore("127.0.0.1", server.port, new_secret(), 0.3, 2)
         assert server.num_refused > 0
-        first, second = (MemberStore("127.0.0.1", server.port, secret, 60.0) for _ in range(2))
+        first, second = (MemberStore("127.0.0.1", server.port, secret, 60.0, 2) for _ in range(2))
         threading.Timer(0.1, first.set, ("0/0", b"address")).start()
         second.wait(["0/0"])
         assert second.get("0/0") == b"address"
@@ -232,11 +212,54 @@ def test_the_rendezvous_serves_only_members() -> None:
         first.get("0/1")
 
 
+@pytest.mark.parametrize("size", [2, 64, pytest.param(1000, marks=pytest.mark.slow)])
+def test_addresses_of_all_members_take_two_requests_of_each(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[bytes] = []
+    answer = Rendezvous._answer
+
+    def counted(self: Rendezvous, request: bytes) -> bytes:
+        requests.append(request[:1])
+        return answer(self, request)
+    monkeypatch.setattr(Rendezvous, "_answer", counted)
+    # members that prove the secret at once are more than strangers are allowed to be
+    monkeypatch.setattr(rendezvous, "_PROOF_S", HANGS_S)
+    secret = new_secret()
+    server = Rendezvous("127.0.0.1", secret)
+
+    def joined(rank: int) -> bool:
+        """As gloo does; each address is another for each member."""
+        store = MemberStore("127.0.0.1", server.port, secret, HANGS_S, size)
+        store.set(f"0/{rank}", f"address {rank}".encode())
+        found = []
+        for other in range(size):
+            store.wait([f"0/{other}"], timedelta(seconds=HANGS_S))
+            found.append(store.get(f"0/{other}"))
+        store.close()
+        return found == [f"address {other}".encode() for other in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        assert all(threads.map(joined, range(size)))
+    assert sorted(requests) == [b"l"] * size + [b"s"] * size
+    server.close()
+
+
+def test_a_member_that_publishes_nothing_is_missed_by_all() -> None:
+    secret = new_secret()
+    server = Rendezvous("127.0.0.1", secret)
+    store = MemberStore("127.0.0.1", server.port, secret, 0.2, 2)
+    store.set("0/0", b"address")
+    with pytest.raises(RuntimeError):
+        store.get("0/1")
+    # a value that only one member publishes, as NCCL does
+    store.set("id", b"unique")
+    assert store.get("id") == b"unique"
+    server.close()
+
+
 def test_members_that_wait_fail_at_once_when_the_rendezvous_closes() -> None:
     secret = new_secret()
     server = Rendezvous("127.0.0.1", secret)
     # a store that waited for its own timeout would outlast the timeout of the test
-    store = MemberStore("127.0.0.1", server.port, secret, 10_000.0)
+    store = MemberStore("127.0.0.1", server.port, secret, 10_000.0, 2)
     threading.Timer(0.1, server.close).start()
     with pytest.raises(RuntimeError):
         store.wait(["never"])
@@ -289,7 +312,7 @@ def test_a_group_of_threads_proves_its_members() -> None:
 
     def join(rank: int, secret: bytes) -> None:
         try:
-            store = MemberStore("127.0.0.1", server.port, secrets[0], 60.0)
+            store = MemberStore("127.0.0.1", server.port, secrets[0], 60.0, 2)
             group = process_group.GlooGroup(store, rank, 2, timedelta(seconds=60), "127.0.0.1")
             prove_members(group, secret, 1, rank, 2, time.monotonic() + HANGS_S)
             answers[rank] = "joined"

@@ -10,36 +10,35 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from ngsgd.cluster.exchange import collective_client
 from ngsgd.cluster.exchange.authentication import new_secret
-from ngsgd.cluster.exchange.collective import GroupFailure, MeanRequest, MeanShard
-from ngsgd.cluster.exchange.collective_client import Exchange, exchange_of
+from ngsgd.cluster.exchange.collective import GroupFailure, StepRequest, StepShard
+from ngsgd.cluster.exchange.collective_client import Exchange
 from ngsgd.cluster.exchange.process_group import Group, NcclGroup, join
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
 from ngsgd.cluster.groups import GroupRanks, backend_of
-from ngsgd.training.storage.audit import audit
 from tests.cluster.exchange.stand_in import GlooAsNccl, nccl, worker_with_stand_in
-from tests.cluster.exchange.test_collective import PLAIN, PoolThatDisturbs, Swarm, central, collective, some
-from tests.toy import Run, undisturbed
+from tests.cluster.exchange.test_collective import (
+    DISTURBANCES,
+    PLAIN,
+    PoolThatDisturbs,
+    Swarm,
+    collective,
+    require_one_death,
+)
+from tests.toy import Run
 
 __all__ = ["nccl"]
 CPU = torch.device("cpu")
 
 
 class NcclSwarm(Swarm):
-    def __init__(self, num_workers: int, timeout_s: float = 120.0) -> None:
+    def __init__(self, num_workers: int) -> None:
         super().__init__(PLAIN, num_workers)
-        self.exchange = Exchange("127.0.0.1", timeout_s, backend="nccl")
-
-    def round(self, workers: tuple[int, ...], outer_iter: int) -> bool:
-        """Average results of some workers; whether the mean is bitwise the coordinator's."""
-        vectors = [some(PLAIN.size, 10 * outer_iter + job) for job in range(len(workers))]
-        mean = self.mean([self.result(vector, vector, worker, job, outer_iter)
-                          for job, (worker, vector) in enumerate(zip(workers, vectors, strict=True))])
-        return mean is not None and np.array_equal(mean, central(PLAIN, vectors, [10.0 + job for job in range(len(workers))]))
+        self.exchange = Exchange("127.0.0.1", 120.0, backend="nccl")
 
 
 def test_generations_have_the_coordinators_mean_and_each_change_of_members_makes_another(nccl: type[GlooAsNccl]) -> None:
@@ -56,10 +55,10 @@ def test_a_member_that_leaves_revokes_the_group_for_all(nccl: type[GlooAsNccl]) 
     assert swarm.round((0, 1, 2), 0)
     whole = swarm.ask
 
-    def ask(orders: Mapping[int, MeanRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+    def ask(orders: Mapping[int, StepRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         threading.Timer(0.2, swarm.members[2].leave).start()
         with ThreadPoolExecutor(2) as threads:
-            answers = list(threads.map(lambda worker: swarm.members[worker].average(orders[worker]), (0, 1)))
+            answers = list(threads.map(lambda worker: swarm.members[worker].step(orders[worker]), (0, 1)))
         assert all(isinstance(answer, GroupFailure) for answer in answers)
         return dict(enumerate(answers))
     swarm.ask = ask  # type: ignore[method-assign]
@@ -75,7 +74,7 @@ def test_an_order_of_an_earlier_generation_is_refused(nccl: type[GlooAsNccl]) ->
     swarm = NcclSwarm(3)
     assert swarm.round((0, 1), 0) and swarm.round((0, 1, 2), 1)
     stale = replace(swarm.orders[0][0], timeout_s=5.0)
-    answer = swarm.members[0].average(stale)
+    answer = swarm.members[0].step(stale)
     assert isinstance(answer, GroupFailure) and answer.generation == 1
     # the member has left its group. An average that begins before the coordinator has noticed fails
     swarm.round((0, 1, 2), 2)
@@ -88,10 +87,10 @@ def test_a_late_answer_of_an_earlier_generation_is_not_used(nccl: type[GlooAsNcc
     swarm = NcclSwarm(2)
     whole = swarm.ask
 
-    def ask(orders: Mapping[int, MeanRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+    def ask(orders: Mapping[int, StepRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         answers = whole(orders, timeout_s, when_lost)
         late = answers[1]
-        assert isinstance(late, MeanShard)
+        assert isinstance(late, StepShard)
         return {**answers, 1: replace(late, generation=late.generation - 1)}
     swarm.ask = ask  # type: ignore[method-assign]
     assert not swarm.round((0, 1), 0)
@@ -198,21 +197,13 @@ class NcclPool(PoolThatDisturbs):
     def __init__(self, run: Run, number: signal.Signals, which: int) -> None:
         super().__init__(run, number, which)
         self.make_worker = worker_with_stand_in
-        self._exchange = exchange_of(run.config.cluster, "127.0.0.1", "nccl")
+        self._exchange = Exchange("127.0.0.1", backend="nccl", codec=run.config.cluster.codec)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("number", "which", "timeout_s"), [
-    # who waited for the timeout would outlast the test's
-    (signal.SIGKILL, 2, 10_000.0), (signal.SIGKILL, 1, 10_000.0), (signal.SIGSTOP, 2, 10.0)],
-    ids=["killed in use", "killed while it forms", "hangs"])
+@DISTURBANCES
 def test_a_worker_that_dies_or_hangs_costs_its_job_and_the_next_generation_works(
-        tmp_path: Path, number: signal.Signals, which: int, timeout_s: float) -> None:
-    settings = collective(3, timeout_s=timeout_s)
-    whole = undisturbed(settings)
-    run = Run(tmp_path / "disturbed", settings)
-    pool = NcclPool(run, number, which)
-    assert run.train(pool).model_sha256 == whole.model_sha256
-    assert audit(run.ledger_path) == []
-    assert [incident.what for incident in run.recorder.incidents] == ["worker_died"]
-    assert pool.num_fetched == 0
+        tmp_path: Path, number: signal.Signals, which: int, timeout_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_client, "EXCHANGE_TIMEOUT_S", timeout_s)
+    run = Run(tmp_path, collective(3))
+    require_one_death(run, NcclPool(run, number, which))

@@ -1,6 +1,4 @@
-"""The `ngsgd` command: exit codes, one message per mistake, nothing imported or written that was
-not asked for.
-"""
+"""The `ngsgd` command: exit codes, one message per mistake, nothing heavy imported or written."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -23,9 +21,9 @@ from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose, describe
 from ngsgd.launcher.registry import COMMANDS
-from ngsgd.runs.run_folder import RunFolder, find_run
+from ngsgd.runs.run_folder import Place, RunFolder, find_run
 from ngsgd.training.records import FinalReport
-from tests.launcher.records import final_report
+from tests.launcher.records import Command, final_report
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,12 +34,14 @@ class Service(ModuleType):
     def __init__(self) -> None:
         super().__init__("ngsgd.launcher.commands.train")
         self.trained: list[RunConfig] = []
+        self.places: list[Place] = []
         self.allowed: list[bool] = []
         self.runs: list[tuple[str, Path, bool]] = []
         self.error: BaseException | None = None
 
-    def train(self, config: RunConfig, quiet: bool, *, allow_other_bits: bool = False, **_: object) -> FinalReport:
+    def train(self, config: RunConfig, quiet: bool, *, place: Place, allow_other_bits: bool = False, **_: object) -> FinalReport:
         self.trained.append(config)
+        self.places.append(place)
         self.allowed.append(allow_other_bits)
         if self.error is not None:
             raise self.error
@@ -53,9 +53,10 @@ class Service(ModuleType):
         self.runs.append(("resume" + (f" at {address} with {num_workers}" if address else ""), run_dir, quiet))
         return 0
 
-    def decode(self, run_dir: Path, quiet: bool, **_: object) -> int:
+    def open_run(self, run_dir: Path, quiet: bool, **_: object) -> SimpleNamespace:
         self.runs.append(("decode", run_dir, quiet))
-        return 0
+        return SimpleNamespace(decode=lambda trust: SimpleNamespace(valid="", test=""),
+                               services=SimpleNamespace(report=lambda line: None))
 
 
 @pytest.fixture
@@ -73,8 +74,8 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
                          ids=lambda arguments: arguments[0])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = ("import sys; from ngsgd.launcher.cli import main; code = main(sys.argv[1:]); "
-            # numpy costs 0.1 s, and the defaults of the planner's formulas are made with it
-            "light = {'numpy'} if sys.argv[1] in ('plan', 'simulate') else set(); "
+            # the defaults of a simulated cluster are made with numpy, which costs 0.1 s
+            "light = {'numpy'} if sys.argv[1] == 'simulate' else set(); "
             "heavy = {'torch', 'ray', 'mlflow', 'hydra', 'omegaconf', 'numpy', 'rich', 'yaml'} & set(sys.modules) - light; "
             "sys.exit(f'imported {heavy}' if heavy else code)")
     command = [sys.executable, "-c", code, *arguments]
@@ -83,9 +84,8 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert "ngsgd" in done.stdout
 
 
-def test_train_help_lists_groups_settings_and_units(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--help"]) == 0
-    text = capsys.readouterr().out
+def test_train_help_lists_groups_settings_and_units(command: Command) -> None:
+    text = command("train", "--help").out
     assert "adam | adamw" in text
     assert "schedule.lr_initial" in text
     [lr] = [one for one in describe.options() if one.path == "schedule.lr_initial"]
@@ -95,10 +95,9 @@ def test_train_help_lists_groups_settings_and_units(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("columns", ["80", "100", "200"])
 def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: pytest.MonkeyPatch,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
+                                                     command: Command) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    assert cli.main(["train", "--help"]) == 0
-    text = capsys.readouterr().out
+    text = command("train", "--help").out
     lists = text[text.index("Groups ("):text.index("Flags:")].splitlines()
     assert max(map(len, lists)) <= min(int(columns), 100)
     for group, choices in compose.groups().items():
@@ -111,43 +110,27 @@ def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: 
 @pytest.mark.parametrize(("words", "same"), [
     ([], ["--help"]), (["help"], ["--help"]), (["-h", "train"], ["train", "-h"]), (["help", "resume"], ["resume", "--help"]),
     (["help", "train", "outer"], ["train", "--help", "outer"])], ids=" ".join)
-def test_help_can_be_asked_for_in_several_ways(words: list[str], same: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 0
-    first = capsys.readouterr()
-    assert cli.main(same) == 0
-    assert capsys.readouterr().out == first.out != ""
+def test_help_can_be_asked_for_in_several_ways(words: list[str], same: list[str], command: Command) -> None:
+    first = command(*words)
+    assert command(*same).out == first.out != ""
     assert first.err == ""
 
 
-BAD_INPUTS = [
-    (["trian"], "'trian'"),
-    (["train", "optimizer.max_chnage=1"], "optimizer.max_change=1"),
-    (["train", "augment=rain"], "augment=rain"),
-    (["train", "schedule.num_epochs=abc"], "schedule.num_epochs"),
-    (["train", "cluster.num_workers=0"], "cluster.num_workers"),
-    (["train", "+foo=1"], "foo"),
-    (["train", "name=[1"], "name=[1"),
-    (["train", "seed=1,2"], "add --multirun"),
-    (["train", "-m", "seed=1,x"], "seed is 'x'"),
-    (["train", "--nope"], "--nope"),
-    (["train", "--cfg", "nope"], "invalid choice: 'nope'"),
-    (["train", "--config-dir", "none"], "--config-dir none"),
-    (["train", "--resolve"], "--resolve goes with --cfg"),
-    (["train", "-m", "--cfg", "job"], "--cfg"),
-    (["resume"], "RUN"),
-    (["resume", "none"], "none "),
-    (["decode", "none"], "none "),
-    (["info", "none"], "none "),
-    (["ui", "none"], "mlflow.db"),
-    (["ui", "--port", "x"], "'x'"),
-]
+BAD_INPUTS = [(["train", "+foo=1"], "foo"), (["train", "name=[1"], "name=[1"),
+              (["train", "-m", "seed=1,x"], "seed is 'x'"), (["train", "--nope"], "--nope"),
+              (["train", "--cfg", "nope"], "invalid choice: 'nope'"),
+              (["train", "--config-dir", "none"], "--config-dir none"),
+              (["train", "--resolve"], "--resolve goes with --cfg"),
+              (["train", "-m", "--info", "all"], "--info"), (["resume"], "RUN"),
+              (["resume", "none"], "none "), (["decode", "none"], "none "),
+              (["info", "none"], "none "), (["ui", "none"], "mlflow.db"),
+              (["ui", "--port", "x"], "'x'")]
 
 
 @pytest.mark.parametrize(("arguments", "told"), BAD_INPUTS, ids=[" ".join(arguments) for arguments, _ in BAD_INPUTS])
 def test_bad_input_is_reported_with_exit_code_2(
-        arguments: list[str], told: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
+        arguments: list[str], told: str, service: Service, tmp_path: Path, command: Command) -> None:
+    captured = command(*arguments, code=2)
     assert told in captured.err
     assert all(line.startswith("ngsgd: ") for line in captured.err.splitlines())
     assert captured.out == ""
@@ -156,10 +139,9 @@ def test_bad_input_is_reported_with_exit_code_2(
 
 
 def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_path: Path) -> None:
-    code = "import sys; from ngsgd.launcher.cli import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", "augment=rain", "sed=1"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "ngsgd.launcher", "train", "augment=rain", "sed=1"],
+                          cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, check=False)
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
     assert first.startswith("ngsgd: augment=rain ") and "kaldi, none, robust, rooms, spec" in first
@@ -183,9 +165,8 @@ def test_multirun_runs_every_combination_and_keeps_its_file_in_the_output_folder
 
 
 def test_cfg_job_prints_and_trains_nothing(
-        service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--cfg", "job", "seed=3"]) == 0
-    assert "seed: 3" in capsys.readouterr().out
+        service: Service, tmp_path: Path, command: Command) -> None:
+    assert "seed: 3" in command("train", "--cfg", "job", "seed=3").out
     assert service.trained == []
     assert list(tmp_path.iterdir()) == []
 
@@ -202,30 +183,23 @@ def test_cfg_job_prints_and_trains_nothing(
      "ngsgd: This command needs the package ray, which is not installed: pip install 'ngsgd[service]'\n"),
 ])
 def test_every_kind_of_error_has_its_exit_code_and_sentence(
-        error: BaseException, code: int, told: str, service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+        error: BaseException, code: int, told: str, service: Service, command: Command) -> None:
     service.error = error
-    assert cli.main(["train"]) == code
-    assert capsys.readouterr().err == told
+    assert command("train", code=code).err == told
 
 
-def test_debug_shows_the_traceback(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(service: Service, command: Command) -> None:
     service.error = ValueError("odd")
-    assert cli.main(["train", "--debug"]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in command("train", "--debug", code=1).err
 
 
 @pytest.mark.slow
-def test_interrupt_ends_a_sweep(service: Service) -> None:
-    service.error = KeyboardInterrupt()
-    assert cli.main(["train", "-m", "seed=1,2"]) == 130
-    assert len(service.trained) == 1
-
-
-@pytest.mark.slow
-def test_a_sweep_continues_after_a_failed_run_and_reports_it(service: Service) -> None:
-    service.error = DataError("x")
-    assert cli.main(["train", "-m", "seed=1,2"]) == 3
-    assert len(service.trained) == 2
+@pytest.mark.parametrize(("error", "code", "num_runs"), [(KeyboardInterrupt(), 130, 1), (DataError("x"), 3, 2)])
+def test_an_interrupt_ends_a_sweep_and_a_failed_run_does_not(error: BaseException, code: int, num_runs: int,
+                                                             service: Service) -> None:
+    service.error = error
+    assert cli.main(["train", "-m", "seed=1,2"]) == code
+    assert len(service.trained) == num_runs
 
 
 def test_resume_and_decode_find_a_run_by_path_or_name(service: Service, tmp_path: Path) -> None:
@@ -259,7 +233,7 @@ def test_reader_that_goes_away_is_no_error() -> None:
 
 @pytest.mark.slow
 def test_continue_starts_a_run_once_and_then_resumes_it(service: Service, tmp_path: Path,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+                                                             command: Command) -> None:
     words = ["train", "--continue", "name=night", f"output_dir={tmp_path}", "cluster.address=auto", "cluster.num_workers=3"]
     for other in ("night-2-20260101-000000", "midnight-20260101-000000"):
         (tmp_path / other).mkdir()
@@ -271,45 +245,24 @@ def test_continue_starts_a_run_once_and_then_resumes_it(service: Service, tmp_pa
     (run / "config.yaml").touch()
     assert cli.main(words) == 0
     assert len(service.trained) == 1 and service.runs == [("resume at auto with 3", run, False)]
-    assert cli.main(["train", "--continue"]) == 2
-    assert "--continue" in capsys.readouterr().err
+    assert "--continue" in command("train", "--continue", code=2).err
 
 
-def test_completion_offers_commands_then_settings(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COMP_LINE", "ngsgd re")
-    assert cli.main(["completion", "--words"]) == 0
-    assert capsys.readouterr().out.split() == ["resume", "report"]
-    for command in ("train", "submit"):
-        monkeypatch.setenv("COMP_LINE", f"ngsgd {command} augment=")
-        assert cli.main(["completion", "--words"]) == 0
-        assert capsys.readouterr().out.split() == ["augment=kaldi", "augment=none", "augment=robust", "augment=rooms",
-                                                   "augment=spec"]
-    monkeypatch.setenv("COMP_LINE", "ngsgd submit seed=1 --res")
-    assert cli.main(["completion", "--words"]) == 0
-    assert capsys.readouterr().out.split() == ["--resume"]
-
-
-def test_completion_offers_flags_and_runs(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_offers_runs(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.yaml").write_text("")
     monkeypatch.setenv("COMP_LINE", "ngsgd resume fi")
-    assert cli.main(["completion", "--words"]) == 0
-    assert capsys.readouterr().out.split() == ["first"]
-    monkeypatch.setenv("COMP_LINE", "ngsgd doctor --o")
-    assert cli.main(["completion", "--words"]) == 0
-    assert capsys.readouterr().out.split() == ["--output-dir"]
+    assert command("completion", "--words").out.split() == ["first"]
 
 
-def test_the_completion_script_of_a_shell_completes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_completion_script_of_a_shell_completes(command: Command) -> None:
     """As bash calls it; of zsh and fish, where they are installed, only the syntax is checked."""
     calls = (f'ngsgd() {{ {shlex.quote(sys.executable)} -m ngsgd.launcher "$@"; }}\nCOMP_LINE="ngsgd submit --resu" COMP_POINT=19\n'
              '_ngsgd\necho "${COMPREPLY[@]}"\ncomplete -p ngsgd\n')
     for shell, flags, more in (("bash", [], calls), ("zsh", ["-n"], ""), ("fish", ["--no-execute"], "")):
-        assert cli.main(["completion", shell]) == 0
-        text = capsys.readouterr().out + more
+        text = command("completion", shell).out + more
         if program := shutil.which(shell):
             done = subprocess.run([program, *flags], input=text, capture_output=True, text=True, check=False,
                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -318,6 +271,10 @@ def test_the_completion_script_of_a_shell_completes(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("line", "offered"), [
+    ("ngsgd re", ["resume", "report"]),
+    *((f"ngsgd {name} augment=", [f"augment={choice}" for choice in compose.groups()["augment"]])
+      for name in ("train", "submit")),
+    ("ngsgd submit seed=1 --res", ["--resume"]), ("ngsgd doctor --o", ["--output-dir"]),
     ("ngsgd train schedule.lr_", ["schedule.lr_initial=", "schedule.lr_final=", "schedule.lr_schedule=",
                                  "schedule.lr_factors="]),
     ("ngsgd train seed=1 sched", ["schedule."]),
@@ -328,17 +285,15 @@ def test_the_completion_script_of_a_shell_completes(capsys: pytest.CaptureFixtur
     ("ngsgd export --format o", ["onnx"]),
     ("ngsgd completion f", ["fish"]),
 ])
-def test_completion_offers_settings_values_and_choices(line: str, offered: list[str], monkeypatch: pytest.MonkeyPatch,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_offers_commands_flags_and_settings(
+        line: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("COMP_LINE", line)
-    assert cli.main(["completion", "--words"]) == 0
-    assert capsys.readouterr().out.split() == offered
+    assert command("completion", "--words").out.split() == offered
 
 
-def test_words_after_two_dashes_belong_to_the_other_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--quiet", "--", "--debug"]) == 2
+def test_words_after_two_dashes_belong_to_the_other_command(command: Command) -> None:
     # it is an argument of the command, and not the --debug of `ngsgd`
-    assert "--debug" in capsys.readouterr().err
+    assert "--debug" in command("doctor", "--quiet", "--", "--debug", code=2).err
 
 
 @pytest.mark.slow
@@ -362,11 +317,10 @@ def test_other_bits_are_allowed_by_a_flag(service: Service, tmp_path: Path) -> N
      1, "memory"),
     (RecursionError("maximum recursion depth exceeded"), 3, "recursion"),
 ])
-def test_errors_of_disk_and_memory_are_typed(service: Service, capsys: pytest.CaptureFixture[str], error: BaseException, code: int,
+def test_errors_of_disk_and_memory_are_typed(service: Service, command: Command, error: BaseException, code: int,
                                              fragment: str) -> None:
     service.error = error
-    assert cli.main(["train"]) == code
-    said = capsys.readouterr().err
+    said = command("train", code=code).err
     assert said.count("\n") == 1 and fragment in said and "Error:" not in said
 
 
@@ -389,11 +343,10 @@ def test_a_run_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypat
 
 
 @pytest.mark.entry("Nc14")
-def test_the_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_every_exit_code(command: Command) -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.NgsgdError)]
     codes = {kind.exit_code for kind in kinds} | {value for name, value in vars(errors).items()
                                                   if name.startswith("EXIT_") and isinstance(value, int)}
     assert codes == errors.EXIT_CODES.keys() and len(codes) > 8
-    assert cli.main(["--help"]) == 0
-    rows = re.findall(r"^ +(\d+) +\w", capsys.readouterr().out, re.MULTILINE)
+    rows = re.findall(r"^ +(\d+) +\w", command("--help").out, re.MULTILINE)
     assert sorted(map(int, rows)) == sorted(codes)

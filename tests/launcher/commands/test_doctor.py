@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from ngsgd.cluster.fingerprint import version_digest
-from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import doctor
 from ngsgd.launcher.doctor import cluster, machine
 from ngsgd.launcher.doctor.machine import Finding
+from tests.launcher.records import Command
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,23 +27,20 @@ def findings(output_dir: Path, *, workers: int = 1, tracking_uri: str = "") -> d
     return {finding.what: finding for finding in doctor.examine(str(output_dir), workers, "", tracking_uri)}
 
 
-def test_a_machine_that_can_train_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--output-dir", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_machine_that_can_train_passes(tmp_path: Path, command: Command) -> None:
+    found = json.loads(command("doctor", "--output-dir", str(tmp_path), "--json").out)
     assert {one["verdict"] for one in found} <= {"ok", "warn"}
     assert {"python", "torch", "ray", "threads", "storage", "tracking", "port"} <= {one["what"] for one in found}
     assert all(one["fix"] for one in found if one["verdict"] != "ok")
 
 
-def test_nothing_is_written_by_looking(tmp_path: Path) -> None:
+def test_nothing_is_written_by_looking_and_a_folder_that_cannot_be_written_fails(
+        tmp_path: Path, command: Command) -> None:
     findings(tmp_path / "new" / "runs")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert cli.main(["doctor", "--output-dir", str(tmp_path / "file"), "--quiet"]) == 1
-    assert "fail storage" in capsys.readouterr().out
+    told = command("doctor", "--output-dir", str(tmp_path / "file"), "--quiet", code=1).out
+    assert "fail storage" in told
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(0, "fail"), (2**30, "warn"), (2**40, "ok")])
@@ -175,14 +172,8 @@ def test_a_node_is_checked_from_within(tmp_path: Path, monkeypatch: pytest.Monke
     assert told["shadowed"].verdict == "warn"
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_node_without_the_folder_fetches_the_data(tmp_path: Path, writes: bool) -> None:
-    first, _ = cluster.judged("n1", cluster.NodeReport(False, writes, version_digest(), ()), tmp_path, skew_s=0.0)
-    assert first.verdict == "warn"
-
-
 def test_a_folder_that_cannot_be_made_fails_and_the_other_checks_remain(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     import ray
 
     monkeypatch.setattr("ngsgd.launcher.ray.cluster.connect", lambda config: False)
@@ -190,8 +181,9 @@ def test_a_folder_that_cannot_be_made_fails_and_the_other_checks_remain(
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     (tmp_path / "file").write_text("")
-    assert cli.main(["doctor", "--json", "--address", "head:6379", "--output-dir", str(tmp_path / "file" / "runs")]) == 1
-    found = json.loads(capsys.readouterr().out)
+    folder = str(tmp_path / "file" / "runs")
+    found = json.loads(command("doctor", "--json", "--address", "head:6379", "--output-dir", folder,
+                               code=1).out)
     assert {"python", "storage", "Ray"} <= {one["what"] for one in found}
     [node] = [one for one in found if one["what"] == "node"]
     assert (node["verdict"], bool(node["fix"])) == ("fail", True)
@@ -202,9 +194,12 @@ def test_the_time_of_a_question_is_no_offset_of_a_clock(now: float, offset: floa
     assert cluster.skew(10.0, now, 14.0) == offset
 
 
-@pytest.mark.parametrize(("sees", "writes", "code", "told"), [
-    (True, False, "", " write "), (True, True, "other", "another version")])
-def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sees", "writes", "code", "verdict", "told"), [
+    (True, False, "", "fail", " write "), (True, True, "other", "fail", "another version"),
+    # its workers fetch the data
+    (False, True, "", "warn", "fetch"), (False, False, "", "warn", "fetch")])
+def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, verdict: str, told: str,
+                                       tmp_path: Path) -> None:
     found = cluster.NodeReport(sees, writes, code or version_digest(), ())
     first, _ = cluster.judged("n1", found, tmp_path, skew_s=0.0)
-    assert first.verdict == "fail" and told in first.found and first.fix
+    assert first.verdict == verdict and told in first.found and first.fix

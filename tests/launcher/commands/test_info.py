@@ -21,7 +21,7 @@ from ngsgd.launcher.commands import info
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
-from tests.launcher.records import final_report, outer_iteration
+from tests.launcher.records import Command, final_report, outer_iteration
 
 
 @pytest.mark.parametrize(("status", "state"), [("FINISHED", "SUCCEEDED"), ("KILLED", "STOPPED"), ("FAILED", "FAILED")])
@@ -57,31 +57,20 @@ def test_a_damaged_record_of_an_error_is_ignored(tmp_path: Path) -> None:
         assert RunFolder(tmp_path).last_error() == {}
 
 
-def test_a_running_or_lost_run(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    log.outer_iteration(outer_iteration())
+def test_a_run_is_pending_then_running_and_lost_after_a_kill(tmp_path: Path) -> None:
+    assert info.describe_run(info.state_of(tmp_path))[1] == "state      PENDING (no event yet)"
+    EventLog(tmp_path / "events.jsonl").outer_iteration(outer_iteration())
+    with RunFolder(tmp_path).marked_as_running():
+        state = info.state_of(tmp_path)
+        assert (state["state"], state["process"]["process_id"]) == ("RUNNING", os.getpid())
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "outer_it')  # cut short by a kill
     assert info.describe_run(info.state_of(tmp_path))[1].startswith("state      LOST: ")
 
 
-def test_a_run_without_events(tmp_path: Path) -> None:
-    assert info.describe_run(info.state_of(tmp_path))[1] == "state      PENDING (no event yet)"
-
-
-def test_a_run_that_this_machine_trains_is_running(tmp_path: Path) -> None:
-    EventLog(tmp_path / "events.jsonl").outer_iteration(outer_iteration())
-    with RunFolder(tmp_path).marked_as_running():
-        state = info.state_of(tmp_path)
-        assert (state["state"], state["process"]["process_id"]) == ("RUNNING", os.getpid())
-    assert info.state_of(tmp_path)["state"] == "LOST"
-
-
-def test_versions_name_the_package_and_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert info.command([]) == 0
-    assert capsys.readouterr().out.startswith("ngsgd ")
-    assert info.command(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["torch"]
+def test_versions_name_the_package_and_can_be_json(command: Command) -> None:
+    assert command("info").out.startswith("ngsgd ")
+    assert json.loads(command("info", "--json").out)["torch"]
 
 
 # ngsgd stop ---------------------------------------------------------------------------------------
@@ -134,12 +123,11 @@ def test_stop_never_signals_everybody(tmp_path: Path, process_id: int, monkeypat
 
 
 def test_a_process_id_alone_is_unknown_and_stop_explains_how_to_check(
-        tmp_path: Path, stranger: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, stranger: subprocess.Popen[bytes], command: Command) -> None:
     run = make_run(tmp_path / "run", {"host": socket.gethostname(), "process_id": stranger.pid})
     assert info.state_of(run)["state"] == "UNKNOWN"
     assert cli.main(["status", str(run)]) == 0
-    assert cli.main(["stop", str(run)]) == 2
-    assert f"ps -fp {stranger.pid}" in capsys.readouterr().err
+    assert f"ps -fp {stranger.pid}" in command("stop", str(run), code=2).err
 
 
 def test_an_id_that_was_reused_is_a_lost_run(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:

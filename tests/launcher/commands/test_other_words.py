@@ -13,16 +13,13 @@ from ngsgd.asr.recognizer import Recognizer
 from ngsgd.errors import ArgumentError, ConfigError, DataError
 from ngsgd.launcher.cli import main
 from tests.asr import tiny_recognizer
+from tests.launcher.records import Command
 
 SAID = ["YES", "NO", "YES"]
 ARPA = "\\data\\\nngram 1=4\n\n\\1-grams:\n0 YES\n-90 NO\n-99 <s>\n0 </s>\n\n\\end\\\n"
 # option -> content of its file, and the words that are then recognized
-FILES = {
-    "grammar": ("<a> = YES NO;", ["YES", "NO"]),
-    "words": ("YES\n", ["YES"] * 3),
-    "lexicon": ("ja Y\nnee N\n", ["ja", "nee", "ja"]),
-    "lm": (ARPA, ["YES"] * 3),
-}
+FILES = {"grammar": ("<a> = YES NO;", ["YES", "NO"]), "words": ("YES\n", ["YES"] * 3),
+         "lexicon": ("ja Y\nnee N\n", ["ja", "nee", "ja"]), "lm": (ARPA, ["YES"] * 3)}
 WRONG = {"grammar": "<a> = MAYBE;", "words": "MAYBE\n", "lexicon": "MAYBE M\n", "lm": "no model\n"}
 
 
@@ -44,12 +41,16 @@ def written(folder: Path, option: str, text: str) -> Path:
     return path
 
 
+def commands(model: Path, audio: Path, folder: Path) -> list[list[str]]:
+    return [["transcribe", str(model), str(audio)], ["decode", str(model), "--data", str(folder)],
+            ["export", "--format", "bundle", str(model), str(folder / "out")]]
+
+
 @pytest.mark.parametrize("option", FILES)
 @pytest.mark.entry("Nc5", "a trained model and other words: `--lm`, `--words`, `--lexicon`, `--grammar`",
                    "works", "`transcribe`, `export`, `decode --data` and `Recognizer` take the same files, with the same checks.")
-def test_every_way_to_recognize_takes_other_words(
-    model: Path, audio: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_way_to_recognize_takes_other_words(model: Path, audio: Path, tmp_path: Path, option: str,
+                                                  command: Command) -> None:
     pytest.importorskip("kaldi_decoder")
     text, expected = FILES[option]
     path = written(tmp_path, option, text)
@@ -57,25 +58,21 @@ def test_every_way_to_recognize_takes_other_words(
     given: dict[str, Any] = {option: path}
     for recognizer in (Recognizer.load(model, **given), Recognizer(Bundle.load(model), **given)):
         assert recognizer.transcribe(audio).text.split() == expected
-    assert main(["transcribe", str(model), str(audio), f"--{option}", str(path), "-q"]) == 0
-    assert capsys.readouterr().out.split() == expected
+    told = command("transcribe", str(model), str(audio), f"--{option}", str(path), "-q")
+    assert told.out.split() == expected
     other = tmp_path / "other.ngsgd"
-    assert main(["export", "--format", "bundle", str(model), str(other), f"--{option}", str(path)]) == 0
-    capsys.readouterr()
-    assert main(["transcribe", str(other), str(audio), "-q"]) == 0
-    assert capsys.readouterr().out.split() == expected
+    command("export", "--format", "bundle", str(model), str(other), f"--{option}", str(path))
+    assert command("transcribe", str(other), str(audio), "-q").out.split() == expected
     assert "wer" not in Bundle.load(other).provenance
 
 
 @pytest.mark.slow
 @pytest.mark.entry("Nc5")
-def test_processes_take_the_same_words(
-    model: Path, audio: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_take_the_same_words(model: Path, audio: Path, tmp_path: Path, command: Command) -> None:
     pytest.importorskip("kaldi_decoder")
-    both = [str(audio), str(audio)]
-    assert main(["transcribe", str(model), *both, "--words", str(written(tmp_path, "words", "YES\n")), "--processes", "2"]) == 0
-    assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [["YES"] * 3] * 2
+    words = str(written(tmp_path, "words", "YES\n"))
+    told = command("transcribe", str(model), str(audio), str(audio), "--words", words, "--processes", "2")
+    assert [line.split()[1:] for line in told.out.splitlines()] == [["YES"] * 3] * 2
 
 
 def test_scale_and_penalty_replace_those_of_the_model(model: Path, audio: Path, tmp_path: Path) -> None:
@@ -89,16 +86,14 @@ def test_scale_and_penalty_replace_those_of_the_model(model: Path, audio: Path, 
 @pytest.mark.parametrize("option", WRONG)
 @pytest.mark.entry("Nc5")
 def test_a_file_that_does_not_match_the_model_is_the_same_error_everywhere(
-    model: Path, audio: Path, tmp_path: Path, option: str
-) -> None:
+        model: Path, audio: Path, tmp_path: Path, option: str) -> None:
     path = written(tmp_path, option, WRONG[option])
     for name in (path, tmp_path / "missing", tmp_path):
         given: dict[str, Any] = {option: name}
         with pytest.raises(DataError):
             Recognizer.load(model, **given)
-        for command in (["transcribe", str(model), str(audio)], ["export", "--format", "bundle", str(model), str(tmp_path / "out")],
-                        ["decode", str(model), "--data", str(tmp_path)]):
-            assert main([*command, f"--{option}", str(name)]) == DataError.exit_code
+        for words in commands(model, audio, tmp_path):
+            assert main([*words, f"--{option}", str(name)]) == DataError.exit_code
     assert not (tmp_path / "out").exists()
 
 
@@ -110,9 +105,8 @@ def test_wrong_values_are_one_error_that_names_the_option(model: Path, audio: Pa
     with pytest.raises(ArgumentError, match=name):
         Recognizer.load(model, **{name: value})
     if isinstance(value, float):
-        for command in (["transcribe", str(model), str(audio)], ["decode", str(model), "--data", str(tmp_path)],
-                        ["export", "--format", "bundle", str(model), str(tmp_path / "out")]):
-            assert main([*command, f"--{name}={value}"]) == ConfigError.exit_code
+        for words in commands(model, audio, tmp_path):
+            assert main([*words, f"--{name}={value}"]) == ConfigError.exit_code
 
 
 @pytest.mark.entry("Nc5")

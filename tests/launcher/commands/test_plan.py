@@ -1,5 +1,4 @@
-"""`ngsgd plan`: computed times, printed lines and refused settings.
-"""
+"""`ngsgd plan`: computed times, printed lines and refused settings."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from ngsgd.launcher.commands.cluster.plan import keep, kept_in, saved, settings_
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import plan_text
 from ngsgd.planning import scaling
-from ngsgd.planning.formulas import Link, Spread
-from ngsgd.planning.planner import Machine, Speed, Workload
+from ngsgd.planning.planner import Link, Machine, Speed, Spread, Workload
 from ngsgd.planning.scaling import Assumptions
 from ngsgd.runs import trust
+from tests.launcher.records import Command
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINE = Machine(
@@ -40,8 +39,7 @@ LARGE = replace(WORKLOAD, model_bytes=41_600_000, total_samples=1e9)
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
-    """Stands in for half a minute of measuring; the list has the configurations that were measured.
-    """
+    """The configurations that would have been measured, for half a minute each."""
     seen: list[RunConfig] = []
 
     def fake(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
@@ -52,28 +50,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
     return seen
 
 
-def _keep(config: RunConfig, machine: Machine = MACHINE) -> None:
-    Path(config.output_dir).mkdir(exist_ok=True)
-    keep(config, machine, WORKLOAD)
-
-
 # The command --------------------------------------------------------------------------------------
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = ("import sys; from ngsgd.launcher.cli import main; code = main(['plan', '--help']); "
-            "heavy = {'torch', 'ray', 'mlflow', 'hydra', 'omegaconf', 'numpy', 'rich', 'yaml'} & set(sys.modules); "
-            "sys.exit(f'imported {heavy}' if heavy else code)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--failures-per-worker-hour" in done.stdout
-
-
-def test_settings_are_composed_as_for_training(measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "model=pnorm", "--workers", "1,8", "schedule.minibatch_size=256"]) == 0
+def test_settings_are_composed_as_for_training(measured: list[RunConfig], command: Command) -> None:
+    told = command("plan", "model=pnorm", "--workers", "1,8", "schedule.minibatch_size=256").out
     [config] = measured
     assert (config.model.kind, config.schedule.minibatch_size) == ("pnorm", 256)
-    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +\d+  ", line)]
+    rows = [line for line in told.splitlines() if re.match(r" +\d+  ", line)]
     assert [int(row.split()[0]) for row in rows] == [1, 8]
 
 
@@ -91,32 +75,30 @@ def test_a_task_is_measured_as_it_is_trained(tmp_path: Path, monkeypatch: pytest
     assert settings_key(config) != settings_key(compose.compose(["schedule.minibatch_size=16"]))
 
 
-def test_json_is_all_that_stdout_gets(measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--json", "--workers", "4,2,4"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_is_all_that_stdout_gets(measured: list[RunConfig], command: Command) -> None:
+    found = json.loads(command("plan", "--json", "--workers", "4,2,4").out)
     assert [row["workers"] for row in found["rows"]] == [2, 4]
     assert found["rows"][0]["here"]["outer_iter_s"] > 0.8
     assert Machine.from_json(found["machine"]) == MACHINE
     assert found["advice"]
 
 
-def test_a_price_gives_the_cost_of_each_row_and_a_choice(measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "cluster.price_per_hour=0.5", "--workers", "1,2,4"]) == 0
-    said = capsys.readouterr().out
+def test_a_price_gives_the_cost_of_each_row_and_a_choice(measured: list[RunConfig], command: Command) -> None:
+    words = ("plan", "cluster.price_per_hour=0.5", "--workers", "1,2,4")
+    said = command(*words).out
     assert re.search(r"training +cost$", said, re.MULTILINE)
     assert re.search(r"^choice: cluster.num_workers=\d egs.samples_per_iter=\d+ cluster.compression=\w+: .*, cost [\d.]+$", said,
                      re.MULTILINE)
-    assert cli.main(["plan", "cluster.price_per_hour=0.5", "--workers", "1,2,4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(command(*words, "--json").out)
     for row in found["rows"]:
         assert row["cost"] == pytest.approx(row["total_s"] / 3600 * row["workers"] * 0.5)
     assert found["choice"] in found["choices"]
 
 
 def test_a_deadline_that_cannot_be_kept_is_told_with_the_fastest_settings(
-        measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--workers", "1,2", "--deadline", "1e-4"]) == 0
-    assert re.search(r"^choice: none; .* 2 workers: ", capsys.readouterr().out, re.MULTILINE)
+        measured: list[RunConfig], command: Command) -> None:
+    told = command("plan", "--workers", "1,2", "--deadline", "1e-4").out
+    assert re.search(r"^choice: none; .* 2 workers: ", told, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
@@ -134,9 +116,8 @@ def test_a_deadline_that_cannot_be_kept_is_told_with_the_fastest_settings(
     (["--saved"], "--saved"),
 ])
 def test_bad_input_is_reported(arguments: list[str], told: str, measured: list[RunConfig], tmp_path: Path,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *arguments]) == 2
-    captured = capsys.readouterr()
+                                        command: Command) -> None:
+    captured = command("plan", *arguments, code=2)
     assert told in captured.err
     assert (captured.out, measured, list(tmp_path.iterdir())) == ("", [], [])
 
@@ -148,17 +129,18 @@ def test_all_wrong_arguments_are_reported_at_once() -> None:
 
 
 def test_a_saved_measurement_is_used_for_its_own_settings_only(
-        measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    _keep(RunConfig())
+        measured: list[RunConfig], command: Command) -> None:
+    Path("runs").mkdir()
+    keep(RunConfig(), MACHINE, WORKLOAD)
     # where jobs run may differ
-    assert cli.main(["plan", "--saved", "output_dir=runs", "cluster=in_process", "name=other"]) == 0
+    command("plan", "--saved", "output_dir=runs", "cluster=in_process", "name=other")
     assert measured == []
-    assert cli.main(["plan", "--saved", "output_dir=runs", "model.hidden_dim=512"]) == 2
-    assert "measurement" in capsys.readouterr().err
+    told = command("plan", "--saved", "output_dir=runs", "model.hidden_dim=512", code=2).err
+    assert "measurement" in told
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}',
-                                     '{"format": 2, "settings": "KEY", "machine": {}, "workload": {}}'])
+                                     '{"format": 3, "settings": "KEY", "machine": {}, "workload": {}}'])
 def test_a_damaged_measurement_counts_as_none(content: str, tmp_path: Path) -> None:
     config = RunConfig(output_dir=str(tmp_path))
     kept_in(config).write_text(content.replace("KEY", settings_key(config)))
@@ -226,21 +208,17 @@ def test_every_number_of_workers_gets_samples_and_each_reason_is_printed_once() 
 # Advice: one line about what helps most -----------------------------------------------------------
 
 
-def test_advice_on_threads_that_are_in_each_others_way() -> None:
-    slow = replace(MACHINE, serial=(Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 12000.0, 0.05, 0.06)))
-    told = plan_text.thread_advice(slow)
-    assert " 1.8 " in told and "cluster.threads_per_worker=1" in told
-    assert plan_text.thread_advice(MACHINE) == ""
-
-
-def test_the_number_of_workers_is_always_the_last_line() -> None:
+def test_the_number_of_workers_is_the_last_line_after_advice_on_threads() -> None:
     slow = replace(MACHINE, serial=(Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 12000.0, 0.05, 0.06)))
     table = _rows(1, 2, machine=slow)
     *before, last = plan_text.text(slow, WORKLOAD, ASSUMED, table)
     assert plan_text.advice(table) in last
     assert plan_text.thread_advice(slow) in before[-1]
     found = plan_text.as_json(slow, WORKLOAD, ASSUMED, table)
-    assert (found["thread_advice"], found["advice"]) == (plan_text.thread_advice(slow), plan_text.advice(table))
+    told = plan_text.thread_advice(slow)
+    assert (found["thread_advice"], found["advice"]) == (told, plan_text.advice(table))
+    assert " 1.8 " in told and "cluster.threads_per_worker=1" in told
+    assert plan_text.thread_advice(MACHINE) == ""
 
 
 def test_the_time_of_a_run_is_that_of_its_outer_iterations() -> None:
@@ -261,10 +239,6 @@ def test_advice_on_fixed_costs() -> None:
     assert f"egs.samples_per_iter={table[0].samples.samples};" in plan_text.advice(table)
 
 
-def test_advice_on_too_little_data() -> None:
-    assert plan_text.advice(_rows(1, 2, 1000)).endswith("; for 1000 there is too little data.")
-
-
 @pytest.mark.parametrize("total_samples", [1.2e6, 1e7, 1e8])
 @pytest.mark.entry("Nc11", "`ngsgd plan` for little data", "works",
                    "Numbers of workers and lengths of jobs are advised only if a run has at least 20 outer iterations.")
@@ -278,13 +252,13 @@ def test_every_advised_number_has_twenty_outer_iterations(total_samples: float) 
         assert total_samples >= 20 * choice.workers * choice.samples_per_iter * 0.95
 
 
-def test_no_number_is_advised_that_does_not_pay() -> None:
-    assert "up to" not in plan_text.advice(_rows(1000, 2000))
-
-
-def test_advice_when_all_is_well() -> None:
-    table = _rows(1, 2, workload=replace(WORKLOAD, samples=1e6, total_samples=1e9))
-    assert re.fullmatch(r"up to 2 workers run at 9\d% efficiency; the table ends there\.", plan_text.advice(table))
+@pytest.mark.parametrize(("workers", "workload", "told"), [
+    ((1, 2, 1000), WORKLOAD, r".*; for 1000 there is too little data\."),
+    ((1000, 2000), WORKLOAD, "(?!.*up to).*"),
+    ((1, 2), replace(WORKLOAD, samples=1e6, total_samples=1e9),
+     r"up to 2 workers run at 9\d% efficiency; the table ends there\.")])
+def test_a_number_is_advised_that_pays(workers: tuple[int, ...], workload: Workload, told: str) -> None:
+    assert re.fullmatch(told, plan_text.advice(_rows(*workers, workload=workload)))
 
 
 # For real -----------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +14,19 @@ from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import simulate
 from ngsgd.launcher.commands.cluster.simulate import Summary, VirtualProgress
 from ngsgd.launcher.text import duration
-from ngsgd.planning.formulas import Spread
+from ngsgd.planning.planner import Spread
 from ngsgd.training.records import SubsetScore
 from tests.integration.service import TINY
-from tests.launcher.records import outer_iteration
+from tests.launcher.records import Command, outer_iteration
 
 SUMMARY = Summary(4, 10, 200.0, 180.0, 0.9, {"efficiency": 0.8, "failures": 0.1, "stragglers": 0.05, "averaging": 0.03,
                                             "overhead": 0.02}, 3, 1, 640000, SubsetScore(-0.5, 0.9), SubsetScore(-0.6, 0.85),
                   12.0, "/r/x")
 
 
-def test_help_imports_no_torch() -> None:
-    code = ("import sys; from ngsgd.launcher.cli import main; code = main(['simulate', '--help']); "
-            "heavy = {'torch', 'ray', 'mlflow', 'hydra'} & set(sys.modules); assert not heavy, heavy; sys.exit(code)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--failures-per-worker-hour" in done.stdout
-
-
-def test_everything_wrong_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_wrong_is_reported_at_once(command: Command) -> None:
     wrong = ["--frames-per-s", "0", "--sigma", "-1", "--hang-fraction", "2", "--latency", "nan"]
-    assert cli.main(["simulate", *wrong]) == ConfigError.exit_code
-    told = capsys.readouterr().err
+    told = command("simulate", *wrong, code=ConfigError.exit_code).err
     assert "--frames-per-s" in told
     assert "--sigma is -1.0" in told
     assert "--hang-fraction" in told
@@ -65,20 +54,19 @@ def test_the_summary_splits_the_time() -> None:
         "run folder /r/x"]
 
 
-def _simulated(output_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def _simulated(output_dir: Path, command: Command, *arguments: str) -> dict[str, Any]:
     words = ["simulate", *TINY, f"output_dir={output_dir}", "cluster.num_workers=3", "schedule.num_epochs=0.5",
              "failure.max_attempts=100", "--json", *arguments]
-    assert cli.main(words) == 0
-    summary: dict[str, Any] = json.loads(capsys.readouterr().out)
+    summary: dict[str, Any] = json.loads(command(*words).out)
     return summary
 
 
 @pytest.mark.slow
 def test_the_real_command_is_decided_by_its_seed_and_failures_change_no_number(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, command: Command) -> None:
     broken = ("--frames-per-s", "300", "--failures-per-worker-hour", "2000", "--replace-s", "1", "--hang-fraction", "0.2")
-    first, second = _simulated(tmp_path, capsys, *broken), _simulated(tmp_path, capsys, *broken)
-    calm = _simulated(tmp_path, capsys, "--frames-per-s", "300", "--sigma", "0")
+    first, second = _simulated(tmp_path, command, *broken), _simulated(tmp_path, command, *broken)
+    calm = _simulated(tmp_path, command, "--frames-per-s", "300", "--sigma", "0")
     # sorted: diagnostics run next to the next outer iteration, and an incident of that may be
     # reported before they are; the time of day of the start differs
     events = [sorted(line for line in (Path(one["folder"]) / "events.jsonl").read_text().splitlines() if '"opened"' not in line)

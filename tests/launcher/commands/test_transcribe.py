@@ -16,6 +16,7 @@ from ngsgd.training.storage.lock import RunLock
 from tests.asr import tiny_recognizer
 from tests.asr.audio_forms import OTHERS as OTHERS_BY_NAME
 from tests.asr.audio_forms import Pipe
+from tests.launcher.records import Command
 
 WORDS = ["NO", "YES", "YES", "NO"]
 OTHERS = ["YES", "NO"]
@@ -37,57 +38,42 @@ def audio(tmp_path: Path) -> Path:
     return folder
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().out.splitlines()
-
-
-def test_a_run_in_training_is_waited_for_and_a_stopped_one_resumed(
-    tmp_path: Path, audio: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_training_is_waited_for_and_a_stopped_one_resumed(tmp_path: Path, audio: Path,
+                                                                   command: Command) -> None:
     (tmp_path / "final").mkdir()
     for name in ("config.yaml", "final/model.json"):
         (tmp_path / name).write_text('{"model": {}}')
     transcribe = ["transcribe", str(tmp_path), str(audio)]
     with RunLock(tmp_path / "lock", "train"):
-        assert main(transcribe) == 6
-    assert "ngsgd status" in capsys.readouterr().err
-    assert main(transcribe) == 6
-    assert "ngsgd resume" in capsys.readouterr().err
+        assert "ngsgd status" in command(*transcribe, code=6).err
+    assert "ngsgd resume" in command(*transcribe, code=6).err
 
 
-def test_one_file_gives_its_words_alone(
-    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["transcribe", model, str(audio / "a.wav")]) == 0
-    out, err = capsys.readouterr()
+def test_one_file_gives_its_words_alone(model: str, audio: Path, command: Command) -> None:
+    out, err = command("transcribe", model, str(audio / "a.wav"))
     assert out.split() == WORDS
     assert "real-time factor" in err and "soxr" not in err
 
 
 def test_a_folder_gives_its_recordings_and_resampling_is_reported(
-    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+    model: str, audio: Path, command: Command
 ) -> None:
-    assert main(["transcribe", model, str(audio)]) == 0
-    out, err = capsys.readouterr()
-    assert out.splitlines() == [
-        f"{audio / 'a.wav'}: {' '.join(WORDS)}",
-        f"{audio / 'deep' / 'b.flac'}: {' '.join(OTHERS)}",
-    ]
+    out, err = command("transcribe", model, str(audio))
+    assert out.splitlines() == [f"{audio / 'a.wav'}: {' '.join(WORDS)}",
+                                f"{audio / 'deep' / 'b.flac'}: {' '.join(OTHERS)}"]
     assert "16000" in err
 
 
-def test_a_pattern_and_quiet(model: str, audio: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["transcribe", model, str(audio / "**" / "*.flac"), "-q"]) == 0
-    out, err = capsys.readouterr()
+def test_a_pattern_and_quiet(model: str, audio: Path, command: Command) -> None:
+    out, err = command("transcribe", model, str(audio / "**" / "*.flac"), "-q")
     assert out.split() == OTHERS and not err
 
 
 def test_a_damaged_file_is_a_line_and_the_others_stay(
-    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+    model: str, audio: Path, command: Command
 ) -> None:
     (audio / "bad.wav").write_bytes((audio / "a.wav").read_bytes()[:1000])
-    assert main(["transcribe", model, str(audio), str(audio / "missing.wav")]) == 3
-    out, err = capsys.readouterr()
+    out, err = command("transcribe", model, str(audio), str(audio / "missing.wav"), code=3)
     assert len(out.splitlines()) == 2
     messages = [line for line in err.splitlines() if line.startswith("ngsgd: ")]
     assert len(messages) == 2 and "bad.wav" in messages[0] and "missing.wav" in messages[1]
@@ -97,81 +83,54 @@ def test_a_damaged_file_is_a_line_and_the_others_stay(
                    "the others are recognized, and the summary names the files that were not read, with the command of ffmpeg; an "
                    "m4a that you name is a `DataError` with it.")
 def test_files_of_a_folder_that_were_not_read_are_named(
-    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+    model: str, audio: Path, command: Command
 ) -> None:
     (audio / "deep" / "c.m4a").write_bytes(OTHERS_BY_NAME["m4a"])
     (audio / ".hidden").write_text("")
-    assert main(["transcribe", model, str(audio)]) == 0
-    out, err = capsys.readouterr()
+    out, err = command("transcribe", model, str(audio))
     assert len(out.splitlines()) == 2
     [line] = [line for line in err.splitlines() if "ffmpeg" in line]
     assert "c.m4a" in line and "notes.txt" in line and ".hidden" not in line
-    assert main(["transcribe", model, str(audio / "deep" / "c.m4a")]) == 3
-    assert "ffmpeg" in capsys.readouterr().err
+    assert "ffmpeg" in command("transcribe", model, str(audio / "deep" / "c.m4a"), code=3).err
     for path in (*audio.glob("*.wav"), *audio.glob("deep/*.flac")):
         path.unlink()
-    assert main(["transcribe", model, str(audio)]) == 3
-    assert "ffmpeg" in capsys.readouterr().err
+    assert "ffmpeg" in command("transcribe", model, str(audio), code=3).err
 
 
-def test_forms(model: str, audio: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recording = str(audio / "a.wav")
-    assert main(["transcribe", model, recording, "--format", "json", "--nbest", "2"]) == 0
-    tree = json.loads(lines(capsys)[0])
+def test_forms(model: str, audio: Path, command: Command) -> None:
+    one = ("transcribe", model, str(audio / "a.wav"), "--format")
+    tree = json.loads(command(*one, "json", "--nbest", "2").out)
     assert tree["text"].split() == WORDS and len(tree["segments"][0]["hypotheses"]) <= 2
-    assert main(["transcribe", model, recording, "--format", "ctm"]) == 0
-    found = [line.split() for line in lines(capsys)]
+    found = [line.split() for line in command(*one, "ctm").out.splitlines()]
     assert [line[4] for line in found] == WORDS and {line[0] for line in found} == {"a"}
-    assert main(["transcribe", model, recording, "--format", "srt"]) == 0
-    assert lines(capsys)[0] == "1"
+    assert command(*one, "srt").out.startswith("1\n")
 
 
-def test_a_folder_of_results(
-    model: str, audio: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(
-            ["transcribe", model, str(audio), "--format", "srt", "--output", str(tmp_path / "out")]
-        )
-        == 0
-    )
-    assert lines(capsys) == []
+def test_a_folder_of_results(model: str, audio: Path, tmp_path: Path, command: Command) -> None:
+    words = ("transcribe", model, str(audio), "--format", "srt", "--output", str(tmp_path / "out"))
+    assert command(*words).out == ""
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.srt", "b.srt"]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["-", "a.wav"],
-        ["a.wav", "--sample-rate", "8000"],
-        ["a.wav", "--nbest", "0"],
-        ["a.wav", "--processes", "-1"],
-        ["a.wav", "deep/b.flac", "--format", "srt"],
-        ["a.wav", "deep/a.wav", "--output", "out"],
-        [],
-    ],
+    [["-", "a.wav"], ["a.wav", "--sample-rate", "8000"], ["a.wav", "--nbest", "0"],
+     ["a.wav", "--processes", "-1"], ["a.wav", "deep/b.flac", "--format", "srt"],
+     ["a.wav", "deep/a.wav", "--output", "out"], []],
 )
-def test_wrong_arguments_are_one_message(
-    model: str,
-    audio: Path,
-    arguments: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_arguments_are_one_message(model: str, audio: Path, arguments: list[str],
+                                         monkeypatch: pytest.MonkeyPatch,
+                                         command: Command) -> None:
     monkeypatch.chdir(audio)
-    assert main(["transcribe", model, *arguments]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(command("transcribe", model, *arguments, code=2).err.splitlines()) == 1
 
 
-def test_an_empty_folder_and_a_pattern_without_files(model: str, tmp_path: Path) -> None:
+def test_places_without_audio_and_invalid_models(model: str, audio: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["transcribe", model, str(tmp_path / "empty")]) == 3
-    assert main(["transcribe", model, str(tmp_path / "*.wav")]) == 3
-
-
-def test_invalid_models(audio: Path, tmp_path: Path) -> None:
-    assert main(["transcribe", str(audio / "a.wav"), str(audio / "a.wav")]) == 6
-    assert main(["transcribe", str(tmp_path / "nothing"), str(audio / "a.wav")]) == 2
+    recording = str(audio / "a.wav")
+    for words, code in (((model, str(tmp_path / "empty")), 3), ((model, str(tmp_path / "*.wav")), 3),
+                        ((recording, recording), 6), ((str(tmp_path / "nothing"), recording), 2)):
+        assert main(["transcribe", *words]) == code
 
 
 class _Stdin:
@@ -187,31 +146,21 @@ def wav_bytes(samples: np.ndarray, rate_hz: int, subtype: str = "PCM_16", contai
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("content", "options"),
-    [
-        (tiny_recognizer.say(WORDS).tobytes(), []),
-        (tiny_recognizer.say(WORDS, rate_hz=16000).tobytes(), ["--sample-rate", "16000"]),
-        (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000), []),
-        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_U8"), []),
-        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_24"), []),
-        (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000, "PCM_16", "FLAC"), []),
-        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "VORBIS", "OGG"), []),
-        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "ULAW", "AU"), []),
-    ],
-    ids=["raw", "raw 16000", "wav", "8 bit", "24 bit", "flac", "ogg", "au"],
-)
+@pytest.mark.parametrize(("content", "options"), [
+     (tiny_recognizer.say(WORDS).tobytes(), []),
+     (tiny_recognizer.say(WORDS, rate_hz=16000).tobytes(), ["--sample-rate", "16000"]),
+     (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000), []),
+     (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_U8"), []),
+     (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_24"), []),
+     (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000, "PCM_16", "FLAC"), []),
+     (wav_bytes(tiny_recognizer.say(WORDS), 8000, "VORBIS", "OGG"), []),
+     (wav_bytes(tiny_recognizer.say(WORDS), 8000, "ULAW", "AU"), [])],
+    ids=["raw", "raw 16000", "wav", "8 bit", "24 bit", "flac", "ogg", "au"])
 @pytest.mark.entry("Sp5")
-def test_a_stream(
-    model: str,
-    content: bytes,
-    options: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_stream(model: str, content: bytes, options: list[str], monkeypatch: pytest.MonkeyPatch,
+                  command: Command) -> None:
     monkeypatch.setattr(sys, "stdin", _Stdin(content))
-    assert main(["transcribe", model, "-", *options]) == 0
-    assert " ".join(lines(capsys)).split() == WORDS
+    assert command("transcribe", model, "-", *options).out.split() == WORDS
 
 
 @pytest.mark.parametrize(
@@ -220,20 +169,17 @@ def test_a_stream(
 )
 @pytest.mark.entry("Sp5")
 def test_a_stream_that_is_no_audio_is_one_message(
-    model: str, content: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, content: bytes, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(sys, "stdin", _Stdin(content))
-    assert main(["transcribe", model, "-"]) == 3
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(command("transcribe", model, "-", code=3).err.splitlines()) == 1
 
 
 @pytest.mark.end_to_end
 def test_several_processes_give_the_same_in_the_same_order(
-    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+    model: str, audio: Path, command: Command
 ) -> None:
     (audio / "bad.wav").write_bytes(b"RIFF")
     arguments = ["transcribe", model, str(audio), "--format", "json", "-q"]
-    assert main(arguments) == 3
-    alone = capsys.readouterr()
-    assert main([*arguments, "--processes", "2"]) == 3
-    assert capsys.readouterr() == alone
+    alone = command(*arguments, code=3)
+    assert command(*arguments, "--processes", "2", code=3) == alone

@@ -14,11 +14,11 @@ import torch
 from ngsgd.config import OptimizerConfig, ProxyConfig, RunConfig, TrackingConfig, TuneConfig
 from ngsgd.errors import ConfigError
 from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
-from ngsgd.launcher import cli
 from ngsgd.launcher.commands import tune
-from ngsgd.launcher.config import compose, tuned_file
+from ngsgd.launcher.config import compose
 from ngsgd.pipeline.tuning import Proxy, settings_of
 from ngsgd.training.worker import Worker
+from ngsgd.yaml_text import dump_yaml
 from tests import toy
 
 _BUDGET = 7.0  # a coarse trial, a run with its reverse pass, and a step along what that gives
@@ -28,7 +28,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     """A proxy of 8 minibatches on the toy task."""
     settings = {"output_dir": str(folder / "runs"), "name": "toy", "tracking": TrackingConfig(kind="none"),
                 "optimizer": OptimizerConfig(kind="sgd", momentum=0.9),
-                "tune": TuneConfig(proxy=ProxyConfig(8, 2), budget=_BUDGET, knots=3), **changes}
+                "tune": TuneConfig(proxy=ProxyConfig(8, 2), budget=_BUDGET), **changes}
     made = toy.config(**settings)
     return replace(made, cluster=replace(made.cluster, kind="in_process"))
 
@@ -77,14 +77,14 @@ def _tuned(folder: Path) -> tuple[HyperSpace, torch.Tensor, Path]:
     theta_D = space.center() + 0.1 * torch.arange(space.size, dtype=torch.float64)
     path = folder / "tuned.yaml"
     made = toy.config(optimizer=OptimizerConfig(kind="sgd"))
-    tuned_file.write(path, settings_of(made, space, space.values(theta_D), 2), ["from a test"])
+    path.write_text("# from a test\n" + dump_yaml(settings_of(made, space, space.values(theta_D), 2)))
     return space, theta_D, path
 
 
 def test_a_tuned_file_becomes_settings_and_later_ones_win(tmp_path: Path) -> None:
     space, theta_D, path = _tuned(tmp_path)
     values = space.values(theta_D)
-    made = compose.compose(tuned_file.expanded([f"+tuned={path}", "optimizer.momentum=0.5"]))
+    made = compose.compose([f"+tuned={path}", "optimizer.momentum=0.5"])
     assert made.optimizer.kind == "sgd" and made.optimizer.momentum == 0.5
     rates = [2 * made.schedule.lr_initial * factor for factor in made.schedule.lr_factors]
     assert rates == pytest.approx(values["schedule"])
@@ -99,7 +99,7 @@ def test_files_that_hold_no_settings_are_refused(tmp_path: Path, text: str | Non
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        tuned_file.expanded([f"+tuned={path}"])
+        compose.compose([f"+tuned={path}"])
 
 
 def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
@@ -132,12 +132,6 @@ def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
     sent = worker.run(Job(0, 0, 1, (piece,), JobInit(start), 0.004, 1.0)).sent.read()
     # float32 there, and momentum inside the rate
     assert torch.allclose(torch.from_numpy(sent).double(), ours_P, atol=2e-5)
-
-
-def test_the_help_names_tune(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    assert "tune" in capsys.readouterr().out
-    assert cli.main(["tune", "nothing"]) == 2
 
 
 @pytest.mark.parametrize(("setting", "told"), [

@@ -1,6 +1,4 @@
-"""The dashboard command: messages before it starts anything, and that it leaves no server
-behind.
-"""
+"""The dashboard command: messages before it starts anything, and no server is left behind."""
 
 from __future__ import annotations
 
@@ -15,15 +13,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.commands import ui
 from ngsgd.launcher.mlflow import ui_app
+from ngsgd.launcher.mlflow.store import sqlite_uri
 from ngsgd.launcher.reports.progress import dashboard_command
 from tests.tiers import HANGS_S
 
@@ -34,42 +33,34 @@ def output_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        yield taken.getsockname()[1]
-
-
 def test_dashboard_command_is_what_a_shell_takes() -> None:
     assert dashboard_command("runs") == "ngsgd ui"
     assert dashboard_command(Path("/a b")) == "ngsgd ui '/a b'"
 
 
-def test_missing_database_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mlflow\.db"):
-        ui.serve(tmp_path)
-
-
-def test_busy_port_is_one_sentence(output_dir: Path, busy_port: int) -> None:
-    with pytest.raises(ConfigError, match="--port"):
-        ui.serve(output_dir, port=busy_port)
-
-
-def test_impossible_port_is_one_sentence(output_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="used"):
-        ui.serve(output_dir, port=99999)
+def test_a_missing_database_and_ports_that_cannot_be_used_are_one_sentence_each(output_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for folder, port, named in ((output_dir / "none", 0, r"mlflow\.db"), (output_dir, 99999, "used"),
+                                    (output_dir, taken.getsockname()[1], "--port")):
+            with pytest.raises(ConfigError, match=named):
+                ui.serve(folder, port=port)
 
 
 def test_links_lead_to_the_newest_run(output_dir: Path) -> None:
-    (output_dir / "a").mkdir()
-    stored = {"experiment_id": "3", "run_id": "abc", "worker_runs": {}}
-    (output_dir / "a" / "tracking.json").write_text(json.dumps(stored))
-    runs, _charts, newest = ui.page_links(output_dir, "http://127.0.0.1:5000", has_view=True)
-    assert "#/experiments/3/runs?workflowType=machine_learning" in runs
-    assert "viewStateShareKey=ngsgd" in runs
+    # the newest one is in another store
+    for number, (name, uri) in enumerate({"a": sqlite_uri(output_dir), "b": "http://tracking.example"}.items()):
+        (output_dir / name).mkdir()
+        stored = {"experiment_id": "3", "run_id": f"{name}bc", "tracking_uri": uri}
+        (output_dir / name / "tracking.json").write_text(json.dumps(stored))
+        os.utime(output_dir / name / "tracking.json", (number, number))
+    # no server keeps our columns here
+    runs, _charts, newest = ui.page_links(output_dir, "http://127.0.0.1:1", ["3"])
+    assert "#/experiments/3/runs?workflowType=machine_learning" in runs and "viewStateShareKey" not in runs
     assert "runs/abc/model-metrics?workflowType=machine_learning" in newest
+    runs, charts, _newest = ui.page_links(output_dir, "http://127.0.0.1:1", ["3", "5"])
+    for link in (runs, charts):
+        assert json.loads(parse_qs(urlsplit(link.split()[1]).fragment.partition("?")[2])["experiments"][0]) == ["3", "5"]
+    assert len(ui.page_links(output_dir, "http://127.0.0.1:1", [])) == 1
 
 
 def test_a_server_that_ends_is_reported_with_its_last_output(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +109,9 @@ def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
         assert process.wait(HANGS_S) == 0
     assert f"http://127.0.0.1:{port}/" in told[1]
     assert "Ctrl-C" in told[2]
-    wait_until_gone([int(pid) for pid in pids.read_text().split()])
+    # a process that stays fails by the timeout of pytest
+    while any(is_alive(int(pid)) for pid in pids.read_text().split()):
+        time.sleep(0.05)
 
 
 def scope(method: str = "POST", path: str = "/graphql", **headers: str) -> dict[str, Any]:
@@ -155,11 +148,13 @@ def test_origins_that_the_user_allowed_pass(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.services
-def test_the_server_that_is_started_refuses_a_foreign_graphql_request(tmp_path: Path) -> None:
+def test_the_server_that_is_started_refuses_a_foreign_graphql_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
-    mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db").search_experiments()
-    port, found = free_port(), list[int]()
+    monkeypatch.chdir(tmp_path)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiments = [client.create_experiment(name) for name in ("digits-relu", "yesno-relu")]
+    port, found, links = free_port(), list[int](), list[str]()
     address = f"http://127.0.0.1:{port}"
 
     def ask(**headers: str) -> int:
@@ -172,17 +167,14 @@ def test_the_server_that_is_started_refuses_a_foreign_graphql_request(tmp_path: 
             return error.code
 
     def say(line: str) -> None:
+        links.append(line)
         if "Ctrl-C" in line:
             found[:] = [ask(), ask(Origin=address), ask(Origin="http://evil.example")]
             raise KeyboardInterrupt
     assert ui.serve(tmp_path, port=port, say=say) == 0
     assert found == [200, 200, 403]
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """A server process that stays fails by the timeout of pytest."""
-    while any(is_alive(pid) for pid in pids):
-        time.sleep(0.05)
+    [runs] = [line for line in links if line.startswith("runs ")]
+    assert all(f"%22{number}%22" in runs for number in experiments) and "%220%22" not in runs, "MLflow's own experiment is empty"
 
 
 def is_alive(pid: int) -> bool:

@@ -16,14 +16,19 @@ from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
+from ngsgd.launcher.config.sources import OURS, Sources, conf_dir
 from ngsgd.runs import config_file
-from ngsgd.runs.saved_config import read_config
+from ngsgd.runs.config_file import read_config
 
 
-def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
+def problems_of(*overrides: str, sources: Sources = OURS) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        compose.compose(list(overrides), config_dir=config_dir)
+        compose.compose(list(overrides), sources)
     return caught.value.problems
+
+
+def check_sweep(overrides: list[str]) -> None:
+    list(compose.jobs_of_sweep(compose.normalized(overrides, OURS), OURS))
 
 
 @pytest.mark.parametrize(("overrides", "settings"), [
@@ -40,9 +45,6 @@ def test_without_overrides_only_the_jobs_differ_from_the_dataclass_defaults() ->
     changed = {key for key in default if composed[key] != default[key]}
     assert changed <= {"schedule.num_jobs_initial"}
     assert composed["schedule.num_jobs_initial"] == composed["cluster.num_workers"]
-
-
-def test_num_workers_decides_the_number_of_jobs() -> None:
     schedule = compose.compose(["cluster.num_workers=4"]).schedule
     assert (schedule.num_jobs_initial, schedule.num_jobs_final) == (4, 4)
 
@@ -117,12 +119,6 @@ def test_an_unknown_key_without_a_neighbour_lists_its_section() -> None:
         "model.foo is not a setting. model has " + ", ".join(field.name for field in fields(ModelConfig)) + "."]
 
 
-def test_unreadable_override_is_one_line() -> None:
-    [problem] = problems_of("name=[1")
-    assert problem.startswith("'name=[1' cannot be read")
-    assert "\n" not in problem
-
-
 def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
     assert set(OTHER_NAMES.values()) <= set(paths())
     words = {word for name in SETTINGS_INSTEAD for word in instead_of(name, "1").split() if "=" in word}
@@ -132,6 +128,8 @@ def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
+    [problem] = problems_of("name=[1")
+    assert problem.startswith("'name=[1' cannot be read") and "\n" not in problem
     problems = problems_of("optimizer=adma", "model.fo=1", "schedule.num_epochs=abc", "optimizer.max_change=-1", "+x=1")
     assert len(problems) == 5
 
@@ -168,7 +166,7 @@ def test_a_stored_configuration_reports_both(tmp_path: Path) -> None:
     {"decode": {"graph": "given"}, "data": {"lm_order": 3}}, {"model": {"kind": "pnorm", "hidden_dim": 7}},
     {"objective": {"kind": "mmi"}, "augment": {"spec": True}, "optimizer": {"kind": "kfac"}}, {"outer": {"gain": 9.0}},
     {"cluster": {"exchange": "nccl"}, "outer": {"overlap": True}}, {"sites": {"jobs": {"a": 1}}},
-    {"checkpoint": {"job_states": False, "job_states_interval": 3}}, {"name": "/"}, {"model": {"dropout_schedule": "x"}}])
+    {"name": "/"}, {"model": {"dropout_schedule": "x"}}])
 def test_a_problem_names_options_that_exist(overrides: dict[str, Any]) -> None:
     config, wrong = build(with_defaults(overrides))
     found = config_problems(config, wrong)
@@ -176,36 +174,24 @@ def test_a_problem_names_options_that_exist(overrides: dict[str, Any]) -> None:
     assert {option for problem in found for option in problem.options} <= {*paths(), "augment"}
 
 
-def test_unknown_key_in_a_users_file_is_found(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nschedule:\n  num_epoch: 2\n")
-    assert problems_of("recipe=mine", config_dir=tmp_path) == [
+def test_a_users_file_is_used_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "recipe" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\nschedule:\n  num_epochs: 2\n")
+    assert compose.compose(["recipe=mine"], sources=Sources(tmp_path)).schedule.num_epochs == 2.0
+    file.write_text("# @package _global_\nschedule:\n  num_epoch: 2\n")
+    assert problems_of("recipe=mine", sources=Sources(tmp_path)) == [
         "schedule.num_epoch is not a setting. Did you mean schedule.num_epochs?"]
-
-
-def test_users_file_is_used(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nschedule:\n  num_epochs: 2\n")
-    assert compose.compose(["recipe=mine"], config_dir=tmp_path).schedule.num_epochs == 2.0
-
-
-def test_yaml_mistake_names_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "bad.yaml").write_text("schedule:\n  num_epochs: [2\n  seed: 3\n")
-    [problem] = problems_of("recipe=bad", config_dir=tmp_path)
-    assert f"{tmp_path}/recipe/bad.yaml:3: this is not valid YAML" in problem
-
-
-def test_missing_config_dir_is_one_sentence(tmp_path: Path) -> None:
-    [problem] = problems_of(config_dir=tmp_path / "none")
-    assert "is not a folder" in problem
+    file.write_text("schedule:\n  num_epochs: [2\n  seed: 3\n")
+    [problem] = problems_of("recipe=mine", sources=Sources(tmp_path))
+    assert f"{file}:3: this is not valid YAML" in problem
 
 
 @pytest.mark.slow
 def test_sweep_is_checked_value_by_value() -> None:
-    compose.check_sweep(["optimizer=ngsgd,sgd", "seed=range(0,3)"])
+    check_sweep(["optimizer=ngsgd,sgd", "seed=range(0,3)"])
     with pytest.raises(ConfigError) as caught:
-        compose.check_sweep(["augment=none,rain", "schedule.num_epochs=1,abc"])
+        check_sweep(["augment=none,rain", "schedule.num_epochs=1,abc"])
     assert caught.value.problems == ["augment=rain is not a choice; choose one of kaldi, none, robust, rooms, spec.",
                                      "schedule.num_epochs is 'abc'; it must be a number."]
 
@@ -217,33 +203,23 @@ def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    ("seed: [1\n", "YAML"), ("", "settings"), ("- 1\n", "settings"),
-    ("seed: 1\n", "output_dir"),
-])
+    ("seed: [1\n", "YAML"), ("", "settings"), ("- 1\n", "settings"), ("seed: 1\n", "output_dir"),
+    # cut off, and not filled with defaults
+    (config_file.to_yaml(RunConfig()).partition("tracking:")[0], "tracking")])
 def test_damaged_stored_configuration_is_reported(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
         read_config(tmp_path / "config.yaml")
 
 
-def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Path) -> None:
-    text = config_file.to_yaml(RunConfig())
-    (tmp_path / "config.yaml").write_text(text[:text.index("tracking:")])
-    with pytest.raises(ConfigError, match="tracking"):
-        read_config(tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize("has_end_mark", [True, False])
-def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: Path, has_end_mark: bool) -> None:
-    """Before the end mark came, a file is complete if its last setting is there."""
+def test_a_complete_file_has_the_defaults_of_settings_that_it_lacks(tmp_path: Path) -> None:
     config = compose.compose(["seed=3"])
     old = {name: value for name, value in plain(asdict(config)).items() if name != "ivectors"}
     del old["features"]["num_ceps"]
-    text = yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark)
-    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old, sort_keys=False, explicit_end=True))
     assert read_config(tmp_path / "config.yaml") == config
     old["features"]["colour"] = "red"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old, sort_keys=False, explicit_end=True))
     with pytest.raises(ConfigError, match=r"features\.colour"):
         read_config(tmp_path / "config.yaml")
 
@@ -259,7 +235,7 @@ def test_flatten_has_every_leaf_once() -> None:
 
 def test_a_kind_has_no_file_with_settings() -> None:
     for group in ("model", "optimizer", "outer", "cluster", "objective"):
-        files = {file.stem for file in (compose.conf_dir() / group).glob("*.yaml")}
+        files = {file.stem for file in (conf_dir() / group).glob("*.yaml")}
         assert not files & set(choices_of(types_of(RunConfig)[group], "kind"))
 
 

@@ -59,7 +59,7 @@ def test_a_suggested_line_composes_to_what_was_meant(word: str, meant: dict[str,
 def test_every_suggestion_composes_to_what_was_meant(text: str) -> None:
     """As a text of a setting, as an entry of a mapping, and under the name of another trainer."""
     def write(key: str) -> list[str]:
-        typed = suggestions.assignment(key, text, lambda line: compose._resolved([line], [], None))
+        typed = suggestions.assignment(key, text, lambda line: compose.values_of([line]))
         return shlex.split(typed) if "=" in typed else []
     is_read, value = suggestions._read(text)
     meant = value if is_read else MAPPINGS.get(text, text)
@@ -70,7 +70,7 @@ def test_every_suggestion_composes_to_what_was_meant(text: str) -> None:
     for key in ("task.search_path", "data.lm", "model.dropout_schedule"):
         if words := write(key):
             num_suggested += 1
-            config = compose._resolved(words, [], None)
+            config = compose.values_of(words)
             section, _, name = key.partition(".")
             assert config[section][name] in (meant, text)
     assert num_suggested or not text.isprintable() or text == ""

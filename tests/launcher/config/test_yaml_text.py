@@ -3,65 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.launcher.config import tuned_file
+from ngsgd.launcher.config import compose
 from ngsgd.runs import config_file
-from ngsgd.runs.saved_config import read_config
-from ngsgd.runs.yaml_text import dump_yaml, load_yaml
+from ngsgd.runs.config_file import read_config
+from ngsgd.yaml_text import dump_yaml, load_yaml
 
-
-def expand_aliases(path: Path) -> None:
-    """A billion values in half a page."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
-    path.write_text("\n".join(lines) + "\n...\n")
-
-
-def loop(path: Path) -> None:
-    path.write_text("a: &a [*a]\n...\n")
-
-
-def nest(path: Path) -> None:
-    path.write_text("a: " + "[" * 5_000)
-
-
-def nest_mappings(path: Path) -> None:
-    path.write_text("{a: " * 5_000)
-
-
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def fill(path: Path) -> None:
-    path.write_text("a: " + "x" * (2 << 20))
-
-
-def write_a_tag(path: Path) -> None:
-    path.write_text("a: !!python/object/apply:os.mkdir [canary]\n...\n")
+HOSTILE = {
+    # a billion values in half a page
+    "aliases": "".join([f"a0: &a0 [{', '.join('x' * 9)}]\n"] + [
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)]) + "...\n",
+    "loop": "a: &a [*a]\n...\n", "lists": "a: " + "[" * 5_000, "mappings": "{a: " * 5_000,
+    "long": "a: " + "x" * (2 << 20), "tag": "a: !!python/object/apply:os.mkdir [canary]\n...\n", "fifo": ""}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [expand_aliases, loop, nest, nest_mappings, make_fifo, fill, write_a_tag])
-def test_hostile_yaml_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damage", HOSTILE)
+def test_hostile_yaml_is_refused_by_name(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    damage(tmp_path / "config.yaml")
+    if damage == "fifo":
+        os.mkfifo(tmp_path / "config.yaml")
+    else:
+        (tmp_path / "config.yaml").write_text(HOSTILE[damage])
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         read_config(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
-        tuned_file.expanded([f"tuned={tmp_path / 'config.yaml'}"])
+        compose.compose([f"tuned={tmp_path / 'config.yaml'}"])
     assert not (tmp_path / "canary").exists()
 
 
 def test_a_configuration_comes_back_and_a_few_aliases_are_read(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(config_file.to_yaml(RunConfig()))
-    assert read_config(tmp_path / "config.yaml") == RunConfig()
+    for config in (RunConfig(name="yes", seed=3), RunConfig()):
+        (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
+        assert read_config(tmp_path / "config.yaml") == config
     text = (tmp_path / "config.yaml").read_text().replace("seed: 0", "seed: &seed 0", 1)
     assert "&seed" in text
     (tmp_path / "config.yaml").write_text(text)
@@ -92,12 +71,6 @@ def test_values_of_an_earlier_yaml_are_refused(tmp_path: Path, line: str) -> Non
     ("=", "="), ("1e5x", "1e5x")])
 def test_plain_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
     assert load_yaml(f"a: {text}\n") == {"a": value}
-
-
-def test_the_default_configuration_comes_back(tmp_path: Path) -> None:
-    config = RunConfig(name="yes", seed=3)
-    (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
-    assert read_config(tmp_path / "config.yaml") == config
 
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import socket
 import struct
 import threading
@@ -17,7 +16,13 @@ from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.ray import jobs, probe
-from ngsgd.launcher.ray.probe import require_cluster, require_dashboard, require_head, require_version
+from ngsgd.launcher.ray.probe import (
+    HeadWatch,
+    require_cluster,
+    require_dashboard,
+    require_head,
+    require_version,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,21 +59,9 @@ def silent_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.fixture
-def http_port() -> Iterator[int]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(404)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
-        thread.start()
-        yield found.server_address[1]
-        found.shutdown()
-        thread.join()
+def speaks_http(connection: socket.socket) -> None:
+    connection.recv(1000)
+    connection.sendall(b"HTTP/1.0 404 Not Found\r\n\r\n")
 
 
 def speaks_http2(connection: socket.socket) -> None:
@@ -97,16 +90,16 @@ def test_a_port_that_never_answers_is_one_message(silent_port: int) -> None:
         require_dashboard(f"http://127.0.0.1:{silent_port}")
 
 
-def test_a_web_server_is_no_head(http_port: int) -> None:
-    with pytest.raises(ClusterError, match="server"):
-        require_head(f"127.0.0.1:{http_port}")
-    # an answer all the same: its kind shows when a job is sent
-    require_dashboard(f"http://127.0.0.1:{http_port}")
-
-
-def test_an_http2_server_is_no_head() -> None:
-    with server(speaks_http2) as port, pytest.raises(ClusterError, match="server"):
+@pytest.mark.parametrize("serve", [speaks_http, speaks_http2])
+def test_a_web_server_is_no_head(serve: Callable[[socket.socket], None]) -> None:
+    with server(serve) as port, pytest.raises(ClusterError, match="server"):
         require_head(f"127.0.0.1:{port}")
+
+
+def test_a_dashboard_may_answer_anything() -> None:
+    """Its kind shows when a job is sent."""
+    with server(speaks_http) as port:
+        require_dashboard(f"http://127.0.0.1:{port}")
 
 
 def test_a_head_passes_whatever_the_form_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +196,41 @@ def test_no_token_is_sent_before_a_server_answers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jobs, "use_token", lambda door: pytest.fail("the token was read"))
     with pytest.raises(ClusterError):
         jobs.connect(jobs.job_server_of(SimpleNamespace(dashboard_url=f"127.0.0.1:{closed_port}", token_file="")))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_head_that_is_gone_for_half_of_rays_patience_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
+    at_exit: list[object] = []
+    monkeypatch.setattr("ngsgd.launcher.ray.probe.atexit.register", at_exit.append)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        clock = Clock()
+        watch = HeadWatch(address, clock=clock)
+        for clock.now in (5.0, 50.0, 100.0):
+            watch.check()
+    clock.now = 106.0
+    watch.check()  # gone, but it may come back
+    assert at_exit == []
+    clock.now = 111.0
+    with pytest.raises(ClusterError, match=rf"{address}.* 11 s"):
+        watch.check()
+    assert watch.is_lost
+    assert len(at_exit) == 1  # Ray's clean-up must not come first: it would change the exit code
+
+
+def test_it_is_looked_for_now_and_then_not_at_every_question() -> None:
+    clock = Clock()
+    watch = HeadWatch("127.0.0.1:1", clock=clock)  # nobody listens there
+    for clock.now in (1.0, 2.0, 5.9):
+        watch.check()
+    assert watch.last_check_s == 0.0
+    clock.now = 6.1
+    watch.check()
+    assert watch.last_check_s == 6.1

@@ -1,9 +1,8 @@
-"""The folder of a run's own Ray: closed to other users, short enough for sockets, removed
-afterwards.
-"""
+"""The folder and the log of a run's own Ray: private, short enough for sockets, removed."""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.launcher.ray import session
-from ngsgd.launcher.ray.session import PrivateFolder
+from ngsgd.launcher.ray.session import PrivateFolder, RayLog
 
 
 @pytest.fixture
@@ -70,3 +69,20 @@ def test_logs_that_a_message_refers_to_stay(base: Path) -> None:
     assert Path(folder.temp_dir).is_dir()
     folder.close()
     assert Path(folder.temp_dir).is_dir()
+
+
+def test_lines_are_kept_until_the_run_has_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log, logger = RayLog(), logging.Logger("ray.test")
+    logger.addHandler(log)
+    logger.error("before")
+    assert not list(tmp_path.iterdir())
+    log.write_to(tmp_path / "ray.log")
+    logger.error("after")
+    lines = (tmp_path / "ray.log").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["before", "after"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_log_lines_there_is_no_file(tmp_path: Path) -> None:
+    RayLog().write_to(tmp_path / "ray.log")
+    assert not list(tmp_path.iterdir())

@@ -74,14 +74,14 @@ def test_every_error_of_a_start_is_raised_before_data_are_prepared(error: BaseEx
                                                                   fail: Callable[..., Start], tmp_path: Path) -> None:
     start = fail(error)
     with pytest.raises(ClusterError, match="cluster=local") as caught:
-        cluster.begin(ClusterConfig())
+        cluster.begin(ClusterConfig("ray"))
     assert caught.value.__cause__ is error and start.num_tries == num_tries
     assert not list(tmp_path.iterdir()), "the folder of Ray stays"
     # nothing is left to end
     cluster.end_unused()
 
 
-@pytest.mark.entry("Lo1", "`ngsgd train` on a machine that is too busy for Ray to start", "error",
+@pytest.mark.entry("Lo1", "`ngsgd train cluster=ray` on a machine that is too busy for Ray to start", "error",
                    "exit code 5; the next step is to wait or to use `cluster=local`, and `ngsgd why` names the cluster")
 @pytest.mark.parametrize("error", [error for error, _ in ERRORS])
 def test_every_error_of_a_start_has_the_exit_code_of_clusters(error: BaseException, fail: Callable[..., Start],
@@ -98,8 +98,8 @@ def test_every_error_of_a_start_has_the_exit_code_of_clusters(error: BaseExcepti
 
 def test_a_second_try_continues(fail: Callable[..., Start]) -> None:
     start = fail(Exception("The current node timed out during startup."), None)
-    cluster.begin(ClusterConfig())
-    assert cluster.connect(ClusterConfig()) and start.num_tries == 2
+    cluster.begin(ClusterConfig("ray"))
+    assert cluster.connect(ClusterConfig("ray")) and start.num_tries == 2
     cluster.shutdown()
 
 

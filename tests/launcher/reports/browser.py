@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import shutil
@@ -12,7 +11,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.tiers import HANGS_S
@@ -30,22 +28,17 @@ class Browser:
     session: str   # URL of the WebDriver session
 
     def open(self, url: str) -> None:
-        self._call("POST", "url", {"url": url})
+        _call("POST", f"{self.session}/url", {"url": url})
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        return self._call("POST", "execute/sync", {"script": f"return {expression}", "args": []})
+        body = {"script": f"return {expression}", "args": []}
+        return _call("POST", f"{self.session}/execute/sync", body)
 
     def console(self) -> list[str]:
         """Messages of the page since the last call."""
-        return [entry["message"] for entry in self._call("POST", "se/log", {"type": "browser"})]
-
-    def picture(self, path: Path) -> None:
-        """PNG of the window."""
-        path.write_bytes(base64.b64decode(self._call("GET", "screenshot")))
-
-    def _call(self, method: str, what: str, body: dict[str, Any] | None = None) -> Any:
-        return _call(method, f"{self.session}/{what}", body)
+        found = _call("POST", f"{self.session}/se/log", {"type": "browser"})
+        return [entry["message"] for entry in found]
 
 
 @contextlib.contextmanager

@@ -11,35 +11,24 @@ import numpy as np
 import pytest
 
 from ngsgd.asr.decode.scoring import UtteranceErrors, write_per_utterance
-from ngsgd.launcher import cli
+from ngsgd.config import RunConfig
+from ngsgd.config.build import flatten
 from ngsgd.launcher.reports import comparison
-from ngsgd.launcher.reports.checks import flat_defaults
-from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, Point
+from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, Point, identity
 from ngsgd.launcher.reports.figures import RUN_COLORS, comparison_figure
-from ngsgd.launcher.reports.final_models import identity
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.word_errors import WordErrors
+from tests.launcher.records import Command
 from tests.launcher.reports.test_report import Page, make_run
 
 
-def run(
-    name: str, *, wer: float | None = None, loss: float = 1.0, **settings: object
-) -> ComparedRun:
-    points = tuple(
-        Point(number / 2, 1000 * number, 3.0 * number, -2.0, -2.0 + number / 4, 0.5, 2)
-        for number in range(1, 5)
-    )
-    found = {
-        **flat_defaults(),
-        **{path.replace("__", "."): value for path, value in settings.items()},
-    }
-    return ComparedRun(
-        RunFolder(Path(name)),
-        points,
-        found,
-        None if wer is None else (wer, wer - 1, wer + 1),
-        -loss,
-    )
+def run(name: str, *, wer: float | None = None, loss: float = 1.0, **settings: object) -> ComparedRun:
+    points = tuple(Point(number / 2, 1000 * number, 3.0 * number, -2.0, -2.0 + number / 4, 0.5, 2)
+                   for number in range(1, 5))
+    found = {**flatten(RunConfig()),
+             **{path.replace("__", "."): value for path, value in settings.items()}}
+    return ComparedRun(RunFolder(Path(name)), points, found,
+                       None if wer is None else (wer, wer - 1, wer + 1), -loss)
 
 
 def said(*runs: ComparedRun, measure: str = LOSS) -> str:
@@ -49,30 +38,23 @@ def said(*runs: ComparedRun, measure: str = LOSS) -> str:
 
 def test_matched_seeds_decide_by_the_t_interval() -> None:
     losses = {"ngsgd": (1.0, 1.1, 1.2), "sgd": (1.3, 1.4, 1.51)}
-    runs = [
-        run(f"{kind}{seed}", loss=value, seed=seed, optimizer__kind=kind)
-        for kind, values in losses.items()
-        for seed, value in enumerate(values)
-    ]
+    runs = [run(f"{kind}{seed}", loss=value, seed=seed, optimizer__kind=kind)
+            for kind, values in losses.items()
+            for seed, value in enumerate(values)]
     first, second = comparison.groups_of(runs)
     found = comparison.difference(first, second, LOSS)
     # mean 0.30333, standard deviation 0.0057735, t of 2 degrees of freedom 4.30265
     assert found.value == pytest.approx(0.303333, abs=1e-6)
     assert found.high - found.value == pytest.approx(4.302653 * 0.00577350 / 3**0.5, abs=1e-6)
     assert found.is_significant and said(*runs) == "better"
-    noisy = [
-        replace(one, final_objf=-1.0 - 0.3 * (index % 3 == 0)) for index, one in enumerate(runs)
-    ]
+    noisy = [replace(one, final_objf=-1.0 - 0.3 * (index % 3 == 0)) for index, one in enumerate(runs)]
     assert said(*noisy) == "not significant"
 
 
 def test_other_seeds_are_compared_by_welch() -> None:
-    runs = [
-        run("a", loss=1.0, seed=0),
-        run("b", loss=1.2, seed=1),
-        run("c", loss=3.0, seed=2, optimizer__kind="sgd"),
-        run("d", loss=3.2, seed=3, optimizer__kind="sgd"),
-    ]
+    runs = [run("a", loss=1.0, seed=0), run("b", loss=1.2, seed=1),
+            run("c", loss=3.0, seed=2, optimizer__kind="sgd"),
+            run("d", loss=3.2, seed=3, optimizer__kind="sgd")]
     first, second = comparison.groups_of(runs)
     found = comparison.difference(first, second, LOSS)
     # both variances 0.02, two degrees of freedom
@@ -82,6 +64,8 @@ def test_other_seeds_are_compared_by_welch() -> None:
 def test_one_run_each_without_words_has_no_interval() -> None:
     assert said(run("a", loss=1.0), run("b", loss=2.0, optimizer__kind="sgd")) == "no interval"
     assert said(run("a", loss=1.0, seed=0), run("b", loss=2.0, seed=1)) == "no difference"
+    # losses of different objectives
+    assert said(run("a"), run("b", objective__kind="mmi")) == "not comparable"
 
 
 @pytest.mark.entry("Lo5", "`ngsgd compare` of runs with equal seeds, such as a run and its copy", "works",
@@ -94,32 +78,21 @@ def test_runs_of_equal_seeds_are_not_said_to_differ_in_it(seeds: tuple[int, ...]
     assert word == "no difference" and said_of_seeds in sentence
 
 
-def test_losses_of_different_objectives_are_not_compared() -> None:
-    assert said(run("a"), run("b", objective__kind="mmi")) == "not comparable"
-
-
 def decoded(folder: Path, errors: list[int]) -> ComparedRun:
-    rows = [
-        UtteranceErrors(f"u{index}", (("a", "b"),) * 10, WordErrors(10, 0, 0, count))
-        for index, count in enumerate(errors)
-    ]
+    rows = [UtteranceErrors(f"u{index}", (("a", "b"),) * 10, WordErrors(10, 0, 0, count))
+            for index, count in enumerate(errors)]
     (folder / "decode").mkdir(parents=True)
-    write_per_utterance(
-        folder / "decode" / "test.per_utt.txt", WordErrors(10 * len(rows), 0, 0, sum(errors)), rows
-    )
-    return replace(
-        run(folder.name, wer=10.0 * sum(errors) / len(rows), optimizer__kind=folder.name),
-        folder=RunFolder(folder),
-    )
+    write_per_utterance(folder / "decode" / "test.per_utt.txt",
+                        WordErrors(10 * len(rows), 0, 0, sum(errors)), rows)
+    found = run(folder.name, wer=10.0 * sum(errors) / len(rows), optimizer__kind=folder.name)
+    return replace(found, folder=RunFolder(folder))
 
 
 def test_one_run_each_is_compared_utterance_by_utterance(tmp_path: Path) -> None:
     """Each pair differs by one word, so the bootstrap has no spread, while each WER has."""
     errors = np.random.default_rng(0).integers(0, 6, 50).tolist()
-    first, second = (
-        decoded(tmp_path / "ngsgd", errors),
-        decoded(tmp_path / "sgd", [count + 1 for count in errors]),
-    )
+    first = decoded(tmp_path / "ngsgd", errors)
+    second = decoded(tmp_path / "sgd", [count + 1 for count in errors])
     better, worse = comparison.groups_of([first, second])
     found = comparison.difference(better, worse, WER)
     assert (found.value, found.low, found.high) == pytest.approx((10.0, 10.0, 10.0))
@@ -128,10 +101,8 @@ def test_one_run_each_is_compared_utterance_by_utterance(tmp_path: Path) -> None
     extra = replace(decoded(tmp_path / "extra", [9] * 50), settings={**second.settings, "seed": 5})
     found = comparison.difference(better, Group("sgd", (extra, second)), WER)
     assert (found.value, found.low) == pytest.approx((10.0, 10.0))
-    shuffled = decoded(tmp_path / "adam", errors[::-1])
-    assert said(first, shuffled, measure=WER) == "not significant"
-    fewer = decoded(tmp_path / "kfac", errors[:20])
-    assert said(first, fewer, measure=WER) == "not comparable"
+    assert said(first, decoded(tmp_path / "adam", errors[::-1]), measure=WER) == "not significant"
+    assert said(first, decoded(tmp_path / "kfac", errors[:20]), measure=WER) == "not comparable"
 
 
 def finished(folder: Path, content: str, **settings: Any) -> ComparedRun:
@@ -162,22 +133,16 @@ def test_final_models_of_equal_settings_and_seed_that_differ_are_counted(tmp_pat
 
 
 def test_runs_are_named_by_the_settings_that_differ() -> None:
-    runs = [
-        run("a", seed=1),
-        run("b", seed=2),
-        run("c", seed=2, optimizer__kind="sgd", schedule__num_epochs=9.0),
-    ]
+    runs = [run("a", seed=1), run("b", seed=2),
+            run("c", seed=2, optimizer__kind="sgd", schedule__num_epochs=9.0)]
     names = comparison.names_of(runs)
     assert names[2] == "optimizer=sgd, num_epochs=9.0, seed=2"
-    assert [group.name for group in comparison.groups_of(runs)] == [
-        name.rpartition(", seed")[0] for name in names[1:]
-    ]
+    groups = [group.name for group in comparison.groups_of(runs)]
+    assert groups == [name.rpartition(", seed")[0] for name in names[1:]]
     assert comparison.names_of([run("a"), run("b")]) == ["a", "b"]
-    workers = [
-        run("a"),
-        run("b", cluster__num_workers=4, schedule__num_jobs_final=4, schedule__num_jobs_initial=4),
-    ]
-    assert list(comparison.differences(workers)) != []
+    more = dict.fromkeys(("cluster__num_workers", "schedule__num_jobs_final", "schedule__num_jobs_initial"), 4)
+    # one job per worker: one of the names is enough
+    assert list(comparison.differences([run("a"), run("b", **more)])) == ["cluster.num_workers"]
 
 
 def test_time_to_an_objective_is_interpolated() -> None:
@@ -191,14 +156,13 @@ def test_time_to_an_objective_is_interpolated() -> None:
 
 def test_a_run_is_read_with_its_settings_scores_and_interval(tmp_path: Path) -> None:
     from ngsgd.config.build import flatten
-    from ngsgd.runs.saved_config import read_config
+    from ngsgd.runs.config_file import read_config
 
     folder = RunFolder(make_run(tmp_path, "first", seed=7, wer=2.0))
     found = comparison.read(folder)
     slow = flatten(read_config(folder.config)).items()
-    assert found.settings == {
-        path: list(value) if isinstance(value, tuple) else value for path, value in slow
-    }
+    assert found.settings == {path: list(value) if isinstance(value, tuple) else value
+                              for path, value in slow}
     assert found.wer == (2.0, 1.0, 3.0) and len(found.points) == 10
     assert found.points[3].num_jobs == 2 and found.valid_loss == pytest.approx(1.1)
     folder.events.write_text(folder.events.read_text() + "{cut")
@@ -206,14 +170,12 @@ def test_a_run_is_read_with_its_settings_scores_and_interval(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_compare_prints_a_verdict_and_writes_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_prints_a_verdict_and_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    command: Command) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path, "slow")
     make_run(tmp_path, "fast", optimizer={"kind": "sgd"}, speed=2.0, wer=4.0)
-    assert cli.main(["compare", "slow", "fast", "--json", "--png", "c.png"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(command("compare", "slow", "fast", "--json", "--png", "c.png").out)
     assert found["common_objf"] == pytest.approx(-1.0)
     assert [one["seconds_to_common_objf"] for one in found["runs"]] == pytest.approx([30.0, 15.0])
     assert [one["wer_percent"] for one in found["runs"]] == [3.1, 4.0]
@@ -222,8 +184,7 @@ def test_compare_prints_a_verdict_and_writes_a_page(
     assert page.loaded == [] and page.open == [] and len(page.alts) == 1
     assert "optimizer.kind" in page.cells and "name" not in page.cells and "-" not in page.cells
     assert (tmp_path / "c.png").stat().st_size > 1000
-    assert cli.main(["compare", "slow", "fast"]) == 0
-    assert "optimizer=sgd" in capsys.readouterr().out
+    assert "optimizer=sgd" in command("compare", "slow", "fast").out
 
 
 @pytest.mark.slow

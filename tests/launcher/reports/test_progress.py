@@ -14,18 +14,17 @@ from dataclasses import replace
 
 import pytest
 
-from ngsgd.launcher.reports.progress import ProgressTracker, compact, final_lines, iteration_line, status_line
+from ngsgd.launcher.reports.progress import ProgressTracker, compact, figures_in, final_lines, iteration_line, status_line
 from ngsgd.launcher.text import duration
 from ngsgd.phase import Phase
 from ngsgd.training.records import Incident, OuterIterationRecord
+from ngsgd.word_errors import WordErrors
 from tests.launcher.records import final_report, job, outer_iteration
 
 WIDTH = 80
-EXTREMES = [
-    outer_iteration(999, num_outer_iters=1000, left_s=123456.0, valid_objf=-12.345),
-    outer_iteration(jobs=tuple(job(number=n, objf=float("nan")) for n in range(1000))),
-    outer_iteration(jobs=(job(accepted=False),), left_s=float("nan")),
-]
+EXTREMES = [outer_iteration(999, num_outer_iters=1000, left_s=123456.0, valid_objf=-12.345),
+            outer_iteration(jobs=tuple(job(number=n, objf=float("nan")) for n in range(1000))),
+            outer_iteration(jobs=(job(accepted=False),), left_s=float("nan"))]
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SCRIPT = """
 from ngsgd.launcher.reports.progress import ProgressTracker
@@ -66,6 +65,7 @@ def on_terminal(**environment: str) -> str:
 def test_no_line_is_wider_than_a_terminal_of_80_columns() -> None:
     text = on_terminal()
     assert "\x1b[2K" in text, "there is a status line"
+    assert re.search(r"\x1b\[[0-9;]*3[0-9]m", text), "there are colors"
     lines = re.split(r"[\r\n]+", CONTROL.sub("", text))
     assert max(map(len, lines)) <= WIDTH
     evaluations = [line for line in lines if line.startswith("iter ")]
@@ -74,7 +74,6 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns() -> None:
 
 
 def test_no_color_leaves_no_color() -> None:
-    assert re.search(r"\x1b\[[0-9;]*3[0-9]m", on_terminal())
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", on_terminal(NO_COLOR="1"))
 
 
@@ -92,6 +91,26 @@ def test_one_line_per_outer_iteration_has_everything() -> None:
 def test_lines_fit_into_the_width(record: OuterIterationRecord, width: int) -> None:
     assert len(iteration_line(record, width=width)) <= width
     assert len(status_line(record, 123456.0, width)) <= width
+
+
+@pytest.mark.entry("Nc16")
+@pytest.mark.parametrize("record", EXTREMES)
+@pytest.mark.parametrize("is_speech", [True, False])
+def test_a_log_is_read_as_it_was_written(record: OuterIterationRecord, is_speech: bool) -> None:
+    lines = [iteration_line(outer_iteration(2), is_speech=is_speech), "iter and other words", "! iter 3: worker 0 died",
+             iteration_line(record, is_speech=is_speech), "decoding the test set ..."]
+    found = figures_in("\n".join(lines))
+    assert found.keys() == {"progress"}
+    number, value = f"{record.outer_iter + 1}/{record.num_outer_iters}", record.valid.objf
+    assert found["progress"]["iter"] == number and found["progress"]["epoch"].startswith(f"{record.epoch:.2f}/")
+    assert float(found["progress"]["valid"]) == pytest.approx(value if is_speech else -value, rel=1e-2, nan_ok=True)
+    report = final_report()
+    for errors in (report.test_errors, WordErrors(0, 2, 0, 0)):
+        found = figures_in("\n".join([*lines, *final_lines(replace(report, test_errors=errors))]))
+        assert found["wer"] == str(errors) and found["progress"]["iter"] == number
+    assert found["wer_percent"] is None
+    assert figures_in("\n".join([*final_lines(report), *lines])).keys() == {"progress"}, "a run after the one that ended"
+    assert figures_in("said\n") == {}
 
 
 def test_the_time_left_counts_down_while_jobs_run() -> None:
@@ -121,16 +140,19 @@ def test_the_result_names_the_interval_the_model_and_the_next_commands() -> None
     assert all(len(line) <= WIDTH for line in lines)
 
 
-def test_a_pipe_gets_plain_lines_and_the_result() -> None:
-    stream = io.StringIO()
-    tracker = ProgressTracker(stream=stream, output_dir="runs")
+def told_of_a_run(stream: io.StringIO, *, quiet: bool = False) -> str:
+    tracker = ProgressTracker(quiet=quiet, stream=stream, output_dir="runs")
     tracker.report(Phase("preparing data"))
     tracker.outer_iteration(outer_iteration(0))
     tracker.incident(Incident("worker_died", "worker 1 died; its job runs again on worker 0.", 1))
     tracker.outer_iteration(outer_iteration(1))
     tracker.finished(final_report())
     tracker.close("FINISHED")
-    text = stream.getvalue()
+    return stream.getvalue()
+
+
+def test_a_pipe_gets_plain_lines_and_the_result() -> None:
+    text = told_of_a_run(io.StringIO())
     lines = text.splitlines()
     assert "\x1b" not in text
     assert [line.split()[0] for line in lines if line.startswith("iter")] == ["iter", "iter"]
@@ -141,31 +163,19 @@ def test_a_pipe_gets_plain_lines_and_the_result() -> None:
 
 
 def test_quiet_leaves_incidents_and_result() -> None:
-    stream = io.StringIO()
-    tracker = ProgressTracker(quiet=True, stream=stream)
-    tracker.report("preparing data")
-    tracker.outer_iteration(outer_iteration(0))
-    tracker.incident(Incident("job_rejected", "job 1 was rejected.", 0))
-    tracker.finished(final_report())
-    text = stream.getvalue()
+    text = told_of_a_run(io.StringIO(), quiet=True)
     assert "preparing" not in text and "iter 1/" not in text
-    assert "! iter 1: job 1" in text and "%WER 3.10" in text
+    assert "! iter 2: worker 1" in text and "%WER 3.10" in text
 
 
 def test_a_reader_that_goes_away_does_not_stop_training() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
-
-    tracker = ProgressTracker(stream=Gone())
-    tracker.report("x")
-    tracker.outer_iteration(outer_iteration())
-    tracker.finished(final_report())
-    tracker.close("FINISHED")
+    assert told_of_a_run(Gone()) == ""
 
 
-@pytest.mark.parametrize(("seconds", "told"), [
-    (0, "0s"), (59.6, "1m00s"), (80, "1m20s"), (11100, "3h05m"), (float("inf"), "?"),
-])
-def test_duration(seconds: float, told: str) -> None:
-    assert duration(seconds) == told
+@pytest.mark.parametrize(("seconds", "reported"), [(0, "0s"), (59.6, "1m00s"), (80, "1m20s"),
+                                               (11100, "3h05m"), (float("inf"), "?")])
+def test_duration(seconds: float, reported: str) -> None:
+    assert duration(seconds) == reported

@@ -28,7 +28,7 @@ from ngsgd.runs import stored_run, trust
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.storage import checkpoint
 from ngsgd.training.storage.lock import RunLock
-from tests.launcher.records import final_report
+from tests.launcher.records import Command, final_report
 from tests.tasks import blobs, faulty
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,13 +57,16 @@ class User:
         assert self.train("plain") == 0
         return self.run()
 
-    def killed(self) -> Path:
+    def killed(self, run: Path | None = None) -> Path:
         """A run that got kill -9, which leaves an event log without an end."""
-        run = self.trained()
+        run = run or self.trained()
         events = RunFolder(run).events
         lines = events.read_text().splitlines(keepends=True)
         events.write_text("".join(line for line in lines if json.loads(line)["event"] not in ("finished", "closed")))
         return run
+
+    def resume_killed(self) -> int:
+        return cli.main(["resume", str(self.run()), "--quiet"])
 
     def corrected(self) -> None:
         """Correct the program, or a signal that does not come again."""
@@ -71,15 +74,7 @@ class User:
             self.patch.setitem(faulty.LOSSES, fault, faulty.plain)
 
 
-def full_disk(user: User) -> int:
-    return _failing_disk(user, errno.ENOSPC)
-
-
-def failing_disk(user: User) -> int:
-    return _failing_disk(user, errno.EIO)
-
-
-def _failing_disk(user: User, number: int) -> int:
+def full_disk(user: User, number: int = errno.ENOSPC) -> int:
     """From the second checkpoint on."""
     save_file, calls = safetensors.torch.save_file, [0]
 
@@ -121,15 +116,9 @@ def unwritable_run(user: User) -> int:
     """A CheckpointError that is about no checkpoint."""
     run = user.killed()
     (run / "data.json").unlink(missing_ok=True)
-    user.patch.setattr(RunLock, "acquire", _raise(CheckpointError("the lock cannot be written.")))
-    return cli.main(["resume", str(run), "--quiet"])
-
-
-def writable_run(user: User) -> None:
-    user.patch.setattr(RunLock, "acquire", _ACQUIRE)
-
-
-_ACQUIRE = RunLock.acquire
+    with user.patch.context() as patch:
+        patch.setattr(RunLock, "acquire", _raise(CheckpointError("the lock cannot be written.")))
+        return user.resume_killed()
 
 
 def _raise(error: Exception) -> Callable[..., None]:
@@ -178,16 +167,13 @@ def wrong_token(user: User) -> int:
     return user.train("plain", "cluster=ray", "cluster.address=10.0.0.1:6379")
 
 
-def missing_extra(user: User) -> int:
+def dashboard(user: User, *, has_package: bool) -> int:
+    """Without its package, or with a port in use."""
     (user.folder / "runs").mkdir()
     (user.folder / "runs" / "mlflow.db").touch()
-    user.patch.setattr("importlib.util.find_spec", lambda name: None)
-    return cli.main(["ui", "--port", "0"])
-
-
-def port_in_use(user: User) -> int:
-    (user.folder / "runs").mkdir()
-    (user.folder / "runs" / "mlflow.db").touch()
+    if not has_package:
+        user.patch.setattr("importlib.util.find_spec", lambda name: None)
+        return cli.main(["ui", "--port", "0"])
     with socket.create_server(("127.0.0.1", 0)) as server:
         return cli.main(["ui", "--port", str(server.getsockname()[1])])
 
@@ -198,39 +184,32 @@ def damaged_corpus(user: User) -> int:
 
 
 def second_coordinator(user: User) -> int:
-    run = user.killed()
-    with RunLock(RunFolder(run).lock, "train"):
-        return cli.main(["resume", str(run), "--quiet"])
+    with RunLock(RunFolder(user.killed()).lock, "train"):
+        return user.resume_killed()
 
 
 def other_fingerprint(user: User) -> int:
-    run = user.killed()
+    user.killed()
     user.patch.setenv("MKL_CBWR", "COMPATIBLE")
-    return cli.main(["resume", str(run), "--quiet"])
+    return user.resume_killed()
 
 
 def edited_config(user: User) -> int:
-    run = user.killed()
-    config = run / "config.yaml"
+    config = user.killed() / "config.yaml"
     config.write_text(config.read_text().replace("num_epochs: 4.0", "num_epochs: 9.0"))
-    return cli.main(["resume", str(run), "--quiet"])
+    return user.resume_killed()
 
 
 def removed_checkpoints(user: User) -> int:
     run = user.killed()
     (run / "checkpoints").rename(user.folder / "backup")
     (run / "checkpoints").mkdir()
-    return cli.main(["resume", str(run), "--quiet"])
+    return user.resume_killed()
 
 
 def restored_checkpoints(user: User) -> None:
     shutil.rmtree(user.run() / "checkpoints")
     (user.folder / "backup").rename(user.run() / "checkpoints")
-
-
-def killed(user: User) -> int:
-    user.killed()
-    return 137
 
 
 def damaged_record(user: User) -> int:
@@ -283,16 +262,16 @@ ERRORS: dict[str, Row] = {
     "task that does not exist": Row(_task("plain", "task=tests.tasks.faulty:nothing"), "settings", W, NO),
     "output_dir that cannot be written": Row(_command("train", "output_dir=/dev/null/runs"), "settings", W, NO),
     "full disk": Row(full_disk, "disk", INFRA, MAY, repaired_disk),
-    "failing disk": Row(failing_disk, "disk", INFRA, MAY, repaired_disk),
+    "failing disk": Row(lambda user: full_disk(user, errno.EIO), "disk", INFRA, MAY, repaired_disk),
     "object storage": Row(unwilling_storage, "object storage", INFRA, MAY),
-    "run folder that cannot be locked": Row(unwritable_run, "run folder", INFRA, UNKNOWN, writable_run),
+    "run folder that cannot be locked": Row(unwritable_run, "run folder", INFRA, UNKNOWN),
     "wrong token": Row(wrong_token, "token", INFRA, NO, _HEAD),
     "dead head node": Row(_task("plain", "cluster=ray", "cluster.address=127.0.0.1:1"), "cluster", INFRA, MAY, _HEAD),
     "Ray does not start": Row(no_ray, "cluster", INFRA, MAY, "a person has to wait, or to use cluster=local"),
     "diverging learning rate": Row(diverging, "learning rate", W, NO),
     "NaN in the data": Row(_task("not_finite"), "data", W, NO),
-    "missing package extra": Row(missing_extra, "package", INFRA, NO, _SERVER),
-    "port in use": Row(port_in_use, "port", INFRA, MAY, _SERVER),
+    "missing package extra": Row(lambda user: dashboard(user, has_package=False), "package", INFRA, NO, _SERVER),
+    "port in use": Row(lambda user: dashboard(user, has_package=True), "port", INFRA, MAY, _SERVER),
     "second coordinator": Row(second_coordinator, "other process", INFRA, MAY),
     "other fingerprint": Row(other_fingerprint, "numeric fingerprint", INFRA, NO),
     "edited config.yaml": Row(edited_config, "config.yaml", W, NO),
@@ -303,7 +282,7 @@ ERRORS: dict[str, Row] = {
     "Ctrl-C": Row(_task("interrupted"), "operator", INFRA, MAY, User.corrected),
     "SIGTERM": Row(_task("terminated"), "stop request", INFRA, MAY, User.corrected),
     "SIGTERM by Slurm": Row(slurm, "scheduler", INFRA, MAY, User.corrected),
-    "kill -9 of the coordinator": Row(killed, "coordinator", INFRA, MAY),
+    "kill -9 of the coordinator": Row(lambda user: 137 if user.killed() else 0, "coordinator", INFRA, MAY),
 }
 # faults that leave a run which does not train
 FAULTS = ("kill -9 of the coordinator", "full disk", "object storage", "diverging learning rate", "other fingerprint",
@@ -323,12 +302,10 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
     return User(tmp_path, monkeypatch)
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli.main(["why", *words, "--json"]) == 0
-    text = capsys.readouterr().out
-    assert cli.main(["why", *words, "--json"]) == 0
-    assert capsys.readouterr().out == text, "the answer is not deterministic"
+def answer(command: Command, *words: str) -> dict[str, Any]:
+    command("why", *words, "--json")
+    text = command("why", *words, "--json").out
+    assert command("why", *words, "--json").out == text, "the answer is not deterministic"
     found: dict[str, Any] = json.loads(text)
     return found
 
@@ -351,33 +328,31 @@ def words_of(user: User, error: str = "") -> list[str]:
                    "The newest event is the cause, and a refused command is a note. `next` is a command that works after `first`, "
                    "the part of a person. The error of a first network in the cache is found")
 @pytest.mark.parametrize("error", [pytest.param(error, marks=() if error in _QUICK else pytest.mark.slow) for error in ERRORS])
-def test_the_error_of_a_user_is_explained(error: str, user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_a_user_is_explained(error: str, user: User, command: Command) -> None:
     row = ERRORS[error]
     assert row.make(user) or error in _FINISH, "the command did not fail"
     words = words_of(user, error)
-    found = answer(capsys, *words)
+    found = answer(command, *words)
     expected = [row.culprit, row.domain, row.outlook]
     assert [found["culprit"], found["domain"], found["outlook"]] == expected, found
     assert found["evidence"] and found["next"] and found["summary"] and not found["note"]
     assert bool(found["first"]) or not row.person or row.person is User.corrected
-    assert cli.main(["why", *words]) == 0
-    text = capsys.readouterr().out
+    text = command("why", *words).out
     assert all(word in text for word in expected) and found["next"] in text and found["first"] in text
     if words and "output_dir" not in error:
-        assert cli.main(["status", words[0]]) == 0
-        assert f"why        {row.culprit}" in capsys.readouterr().out
+        assert f"why        {row.culprit}" in command("status", words[0]).out
     if not isinstance(row.person, str):
         row.person(user)
     if callable(row.person) or not row.person:
-        _run_next(found["next"], user, capsys)
+        _run_next(found["next"], user, command)
 
 
-def _run_next(command: str, user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def _run_next(line: str, user: User, command: Command) -> None:
     """The next command works, and a run that is finished afterwards has no fault that stays."""
-    program, *words = shlex.split(command)
+    program, *words = shlex.split(line)
     assert program == "ngsgd" and cli.main(words) == 0
     if runs := words_of(user):
-        found = answer(capsys, *runs)
+        found = answer(command, *runs)
         assert words[0] != "resume" or found["state"] == "SUCCEEDED"
         if found["state"] == "SUCCEEDED" and found["culprit"] != "data":
             assert found["outlook"] != NO and not found["note"]
@@ -386,63 +361,59 @@ def _run_next(command: str, user: User, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.slow
 @pytest.mark.entry("Nc6")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_step_after_a_fault_is_a_note(fault: str, user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_step_after_a_fault_is_a_note(fault: str, user: User, command: Command) -> None:
     assert ERRORS[fault].make(user)
     (run,) = words_of(user)
-    before = answer(capsys, run)
+    before = answer(command, run)
     assert before.pop("note") == ""
     for step in WRONG_STEPS:
         if user.stored and step[0] == "decode":
             # fetches the newest commit, which lacks the error that could not be published
             continue
         assert cli.main([run if word == "RUN" else word for word in step]), f"{step} did not fail"
-        after = answer(capsys, run)
+        after = answer(command, run)
         assert step[0] in after.pop("note") and after == before, step
 
 
 @pytest.mark.slow
 @pytest.mark.entry("Nc6")
 @pytest.mark.parametrize("step", WRONG_STEPS)
-def test_a_wrong_step_with_a_finished_run_is_a_note(step: Sequence[str], user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_step_with_a_finished_run_is_a_note(step: Sequence[str], user: User, command: Command) -> None:
     run = str(user.trained())
-    before = answer(capsys, run)
+    before = answer(command, run)
     if cli.main([run if word == "RUN" else word for word in step]):
-        after = answer(capsys, run)
+        after = answer(command, run)
         assert step[0] in after.pop("note") and after == {name: text for name, text in before.items() if name != "note"}
     assert before["culprit"] is None
 
 
 @pytest.mark.slow
 @pytest.mark.entry("Nc6")
-def test_a_fault_after_a_refused_command_is_the_cause(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_after_a_refused_command_is_the_cause(user: User, command: Command) -> None:
     assert other_fingerprint(user)
     (run,) = words_of(user)
     user.patch.delenv("MKL_CBWR")
     user.patch.setattr(checkpoint, "load_file", _raise(OSError(errno.EIO, "Input/output error")))
     assert cli.main(["resume", run, "--quiet"])
-    assert answer(capsys, run)["culprit"] != "numeric fingerprint"
+    assert answer(command, run)["culprit"] != "numeric fingerprint"
 
 
 @pytest.mark.slow
 @pytest.mark.entry("Nc6")
-def test_the_call_that_continues_a_run_of_python_is_next(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_call_that_continues_a_run_of_python_is_next(user: User, command: Command) -> None:
     ngsgd.train(blobs.make_task, cluster="in_process", name="run", num_epochs=2, batch_size=16)
-    run = user.run()
-    # kill -9
-    events = RunFolder(run).events
-    lines = events.read_text().splitlines(keepends=True)
-    events.write_text("".join(line for line in lines if json.loads(line)["event"] not in ("finished", "closed")))
+    user.killed(user.run())
     assert cli.main(["resume", "run"]) == 2
-    found = answer(capsys, "run")
+    found = answer(command, "run")
     assert (found["culprit"], found["outlook"]) == ("coordinator", MAY) and "resume" in found["note"]
     call, _, where = found["next"].rpartition(" in ")
     assert where == "Python"
     eval(call, {"ngsgd": ngsgd, "make_task": blobs.make_task})
-    assert answer(capsys, "run")["state"] == "SUCCEEDED"
+    assert answer(command, "run")["state"] == "SUCCEEDED"
 
 
 @pytest.mark.entry("Nc6")
-def test_an_error_in_the_folder_of_another_run_is_found(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_the_folder_of_another_run_is_found(user: User, command: Command) -> None:
     """The first network of data.labels=ladder has a run folder in the cache."""
     network = user.folder / "runs" / "data" / "networks" / "first"
     network.mkdir(parents=True)
@@ -451,10 +422,10 @@ def test_an_error_in_the_folder_of_another_run_is_found(user: User, capsys: pyte
         with RunFolder(network).error_recorded():
             raise RayStartError("Ray could not be started.")
     assert cli.main(["train", "lr=0.1"]) == 2
-    assert answer(capsys)["culprit"] == "settings"
+    assert answer(command)["culprit"] == "settings"
     user.patch.setattr("ngsgd.launcher.commands.train.train", fail)
     assert user.train("plain") == 5
-    found = answer(capsys)
+    found = answer(command)
     assert found["culprit"] == "cluster" and any(one["text"] == str(network) for one in found["evidence"])
     program, *words = shlex.split(found["next"])
     user.patch.setattr("ngsgd.launcher.commands.train.train", lambda *_arguments, **_named: final_report())
@@ -471,12 +442,12 @@ def test_every_class_of_error_has_a_cause(kind: type[errors.NgsgdError]) -> None
 
 
 @pytest.mark.slow
-def test_a_run_without_faults_has_no_culprit(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_faults_has_no_culprit(user: User, command: Command) -> None:
     run = user.trained()
-    found = answer(capsys, str(run))
+    found = answer(command, str(run))
     assert found["culprit"] is None and found["state"] == "SUCCEEDED" and not found["faults"]
     # without a name: the newest run
-    assert answer(capsys) == found
+    assert answer(command) == found
     assert not list(run.glob("error.json"))
 
 
@@ -489,13 +460,11 @@ def _content(run: Path) -> dict[str, tuple[int, bytes]]:
                            "help; 1 worker", "works",
                    "The command reports that the run is finished and starts nothing (exit code 0), unless its settings or results "
                    "changed. The newest run of the name is found. `ngsgd --help` lists all exit codes; numbers agree with nouns")
-def test_a_finished_run_stays_as_it_is(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_stays_as_it_is(user: User, command: Command) -> None:
     run = user.trained()
     before = _content(run)
-    capsys.readouterr()
     for more in ([], ["--quiet"], ["--workers", "3"]):
-        assert cli.main(["resume", str(run), *more]) == 0
-        assert "ngsgd report" in capsys.readouterr().out
+        assert "ngsgd report" in command("resume", str(run), *more).out
         assert _content(run) == before
     assert user.train("plain", "--continue") == 0 and _content(run) == before and len(before) > 5
 
@@ -511,7 +480,7 @@ def test_a_finished_run_with_other_results_is_resumed(name: str, user: User) -> 
 
 
 @pytest.mark.slow
-def test_an_accepted_change_continues_a_finished_run(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_accepted_change_continues_a_finished_run(user: User, command: Command) -> None:
     run = user.trained()
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("num_epochs: 4.0", "num_epochs: 6.0"))
@@ -524,25 +493,25 @@ def test_an_accepted_change_continues_a_finished_run(user: User, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_a_later_start_makes_a_failed_command_irrelevant(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_later_start_makes_a_failed_command_irrelevant(user: User, command: Command) -> None:
     run = other_fingerprint(user) and user.run()
     assert isinstance(run, Path)
-    assert answer(capsys, str(run))["culprit"] == "numeric fingerprint"
+    assert answer(command, str(run))["culprit"] == "numeric fingerprint"
     user.patch.delenv("MKL_CBWR")
     assert cli.main(["resume", str(run), "--quiet"]) == 0
-    found = answer(capsys, str(run))
+    found = answer(command, str(run))
     assert (found["state"], found["culprit"], found["outlook"], found["note"]) == ("SUCCEEDED", "coordinator", MAY, "")
 
 
 @pytest.mark.slow
-def test_a_damaged_record_is_not_believed(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_record_is_not_believed(user: User, command: Command) -> None:
     full_disk(user)
     run = user.run()
     about = read_json(run / "error.json")
     (run / "error.json").write_text(json.dumps({**about, "errno": "EIO"}))
     assert RunFolder(run).last_error() == {}
     # the event log has the error as well
-    assert answer(capsys, str(run))["culprit"] == "disk"
+    assert answer(command, str(run))["culprit"] == "disk"
 
 
 def test_nothing_to_explain_is_an_error(user: User) -> None:

@@ -1,7 +1,4 @@
-"""nn.MultiheadAttention and the Conv1D of Hugging Face under NGSGD.
-
-Outputs are those of the plain layer, gradients those of Linear layers.
-"""
+"""nn.MultiheadAttention and Conv1D of Hugging Face under NGSGD, against Linear layers."""
 
 from __future__ import annotations
 
@@ -35,12 +32,8 @@ def inputs(kind: str, *, batch_first: bool = True) -> tuple[Tensor, Tensor, Tens
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     query, key = draw(QUERIES), draw(KEYS)
-    return {
-        "self": (query, query, query),
-        "cross": (query, key, key),
-        "three": (query, key, draw(KEYS)),
-        "unbatched": (query, key, key),
-    }[kind]
+    return {"self": (query, query, query), "cross": (query, key, key),
+            "three": (query, key, draw(KEYS)), "unbatched": (query, key, key)}[kind]
 
 
 def masks(kind: str, num_keys: int) -> list[dict[str, Any]]:
@@ -50,10 +43,8 @@ def masks(kind: str, num_keys: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{}, {"attn_mask": future}]
     if kind != "unbatched":
         of_heads = future.expand(BATCH * HEADS, -1, -1)
-        found += [
-            {"attn_mask": of_heads, "key_padding_mask": padding},
-            {"key_padding_mask": padding},
-        ]
+        found += [{"attn_mask": of_heads, "key_padding_mask": padding},
+                  {"key_padding_mask": padding}]
     if kind == "self":
         found.append({"attn_mask": future, "is_causal": True})
     return found
@@ -97,23 +88,17 @@ class ByLinear(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         y = self.in_proj(query if key is query else torch.cat([query, key], dim=1))
-        q, k, v = (
-            y[:, :QUERIES, :DIM],
-            y[:, -key.shape[1] :, DIM : 2 * DIM],
-            y[:, -key.shape[1] :, 2 * DIM :],
-        )
+        q, k, v = (y[:, :QUERIES, :DIM], y[:, -key.shape[1] :, DIM : 2 * DIM],
+                   y[:, -key.shape[1] :, 2 * DIM :])
         q, k, v = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (q, k, v))
         weights = (q @ k.transpose(2, 3) / (DIM // HEADS) ** 0.5).softmax(dim=-1)
         return self.out_proj((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-@pytest.mark.entry(
-    "N2",
-    "the model has an `nn.MultiheadAttention`",
-    "works",
-    "natural gradient for both projections, as of Linear layers; its output is torch's. With keys or values of "
-    "another width (`kdim`, `vdim`), `add_bias_kv` or `add_zero_attn` AdamW trains the layer",
-)
+@pytest.mark.entry("N2", "the model has an `nn.MultiheadAttention`", "works",
+                   "natural gradient for both projections, as of Linear layers; its output is "
+                   "torch's. With keys or values of another width (`kdim`, `vdim`), `add_bias_kv` "
+                   "or `add_zero_attn` AdamW trains the layer")
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_projections_take_the_steps_of_linear_layers(kind: str) -> None:
     layer = attention(batch_first=True)
@@ -121,10 +106,8 @@ def test_projections_take_the_steps_of_linear_layers(kind: str) -> None:
     ours, theirs = NGSGD(layer, lr=0.01), NGSGD(oracle, lr=0.01)
     query, key, _ = inputs(kind)
     for _ in range(13):
-        for optimizer, y in (
-            (ours, layer(query, key, key, need_weights=False)[0]),
-            (theirs, oracle(query, key)),
-        ):
+        for optimizer, y in ((ours, layer(query, key, key, need_weights=False)[0]),
+                             (theirs, oracle(query, key))):
             optimizer.zero_grad()
             y.square().sum().backward()
             optimizer.step()
@@ -159,12 +142,8 @@ def test_a_transformer_layer_has_no_fallbacks_and_evaluates_as_before() -> None:
     assert type(layer.self_attn.out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
-@pytest.mark.entry(
-    "N3",
-    "the model has a `Conv1D` of Hugging Face (GPT-2)",
-    "works",
-    "natural gradient, as of a Linear layer",
-)
+@pytest.mark.entry("N3", "the model has a `Conv1D` of Hugging Face (GPT-2)", "works",
+                   "natural gradient, as of a Linear layer")
 def test_the_conv1d_of_hugging_face_takes_the_steps_of_a_linear_layer() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""Convolutions under NGSGD: the layer is torch's own but for the gradients of weight and bias, and
-those are the reference's.
-"""
+"""Convolutions under NGSGD: torch's but for the gradients of weight and bias, the reference's."""
 
 from __future__ import annotations
 
@@ -49,6 +47,15 @@ def run(layer: Any, x: Tensor, dY_seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return y.detach(), dY, x.grad
 
 
+def run_both(plain: Any, layer: Any, x: Tensor, dY_seed: int) -> tuple[Tensor, Tensor]:
+    """(output, its derivative) of both layers; their outputs and input derivatives are equal."""
+    y_plain, _, dx_plain = run(plain, x, dY_seed)
+    y, dY, dx = run(layer, x, dY_seed)
+    torch.testing.assert_close(y, y_plain, **PLAIN)
+    torch.testing.assert_close(dx, dx_plain, **PLAIN)
+    return y, dY
+
+
 def expect(layer: Any, dW: Tensor, db: Tensor | None) -> None:
     torch.testing.assert_close(layer.weight.grad, dW.reshape(layer.weight.shape), **EQUAL)
     if db is not None:
@@ -63,22 +70,15 @@ def check_spliced(layer: nn.Conv1d, *, num_minibatches: int = 2, batch: int = 2,
         else layer.padding[0]
     for t in range(num_minibatches):
         x = noise(batch, layer.in_channels, num_frames, seed=2 * t)
-        y_plain, _, dx_plain = run(plain, x, 2 * t + 1)
-        y, dY, dx = run(layer_ng, x, 2 * t + 1)
-        torch.testing.assert_close(y, y_plain, **PLAIN)
-        torch.testing.assert_close(dx, dx_plain, **PLAIN)
+        y, dY = run_both(plain, layer_ng, x, 2 * t + 1)
         X = spliced_rows(x, y.shape[2], taps=taps, stride=stride, left_padding=padding, dilation=dilation,
                          padding_mode=layer.padding_mode)
         expect(layer_ng, *reference.gradient(X, derivative_rows(dY)))
 
 
-@pytest.mark.entry(
-    "N4",
-    "the model has an `nn.Conv1d` with one group",
-    "works",
-    "natural gradient, as of a Linear layer on spliced frames, for all strides, dilations, paddings "
-    "and padding modes",
-)
+@pytest.mark.entry("N4", "the model has an `nn.Conv1d` with one group", "works",
+                   "natural gradient, as of a Linear layer on spliced frames, for all strides, "
+                   "dilations, paddings and padding modes")
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "circular"])
 @pytest.mark.parametrize(("stride", "padding"), [(1, 2), (1, "same"), (2, 0), (2, 2), (2, "valid")])
 @pytest.mark.parametrize(("taps", "dilation"), [(1, 1), (1, 3), (5, 1), (3, 3)])
@@ -111,11 +111,8 @@ def test_an_unbatched_input_is_one_sequence(padding_mode: Any) -> None:
     reference = KroneckerReference(9, 4, has_bias=True)
     for t in range(3):
         x = noise(1, 3, 15, seed=t)[0]
-        y_plain, _, dx_plain = run(plain, x, t)
-        y, dY, dx = run(layer, x, t)
+        y, dY = run_both(plain, layer, x, t)
         assert y.shape == (4, 15)
-        torch.testing.assert_close(y, y_plain, **PLAIN)
-        torch.testing.assert_close(dx, dx_plain, **PLAIN)
         X = spliced_rows(x[None], 15, taps=3, stride=1, left_padding=1, dilation=1, padding_mode=padding_mode)
         expect(layer, *reference.gradient(X, derivative_rows(dY[None])))
 
@@ -123,11 +120,7 @@ def test_an_unbatched_input_is_one_sequence(padding_mode: Any) -> None:
 def test_an_unbatched_image() -> None:
     torch.manual_seed(0)
     plain, layer, _optimizer = twins(nn.Conv2d(3, 4, 3))
-    x = noise(1, 3, 6, 5, seed=0)[0]
-    y_plain, _, dx_plain = run(plain, x, 1)
-    y, _, dx = run(layer, x, 1)
-    torch.testing.assert_close(y, y_plain, **PLAIN)
-    torch.testing.assert_close(dx, dx_plain, **PLAIN)
+    run_both(plain, layer, noise(1, 3, 6, 5, seed=0)[0], 1)
 
 
 FILTERED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -146,12 +139,8 @@ FILTERED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.entry(
-    "N5",
-    "the model has an `nn.Conv2d`, `nn.Conv3d` or a grouped convolution",
-    "works",
-    "natural gradient of the rows of the gradient, then of its transpose",
-)
+@pytest.mark.entry("N5", "the model has an `nn.Conv2d`, `nn.Conv3d` or a grouped convolution",
+                   "works", "natural gradient of the rows of the gradient, then of its transpose")
 @pytest.mark.parametrize("case", FILTERED)
 def test_other_convolutions_precondition_rows_of_the_gradient_then_of_its_transpose(case: str) -> None:
     torch.manual_seed(0)
@@ -161,11 +150,7 @@ def test_other_convolutions_precondition_rows_of_the_gradient_then_of_its_transp
     assert isinstance(weight, Tensor)
     reference = FilterReference(weight[0].numel(), len(weight), has_bias=bias is not None)
     for t in range(14):
-        x = noise(*shape, seed=2 * t)
-        y_plain, _, dx_plain = run(plain, x, 2 * t + 1)
-        y, _, dx = run(layer, x, 2 * t + 1)
-        torch.testing.assert_close(y, y_plain, **PLAIN)
-        torch.testing.assert_close(dx, dx_plain, **PLAIN)
+        run_both(plain, layer, noise(*shape, seed=2 * t), 2 * t + 1)
         assert weight.grad is not None
         expect(layer, *reference.gradient(weight.grad, bias.grad if isinstance(bias, Tensor) else None))
 

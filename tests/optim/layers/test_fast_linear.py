@@ -1,6 +1,4 @@
-"""Plain SGD's affine layers with the GEMM of NG-SGD: same results up to rounding, and plain layers
-for everybody else.
-"""
+"""Affine layers of plain SGD with the GEMM of NG-SGD: equal up to rounding; plain for others."""
 
 from __future__ import annotations
 

@@ -11,18 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import tests.torchvision_operators  # noqa: F401  before Lightning imports torchvision
 from ngsgd import NGSGD
 from tests.optim.loops.task import SIZE, assert_equal, mean_loss, minibatches, network, rows, train
-
-try:
-    import torchvision  # type: ignore[import-untyped]  # noqa: F401
-except RuntimeError:
-    # one that was built for another torch, without its operators; the libraries below look for it
-    # and use nothing of it
-    for operator in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-except ImportError:
-    pass
 
 pytestmark = pytest.mark.slow  # the libraries take seconds to import
 

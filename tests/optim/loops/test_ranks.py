@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,16 +45,10 @@ def _with_ddp(rank: int) -> None:
         losses = train(model, optimizer, minibatches()[rank::2] * 4)
         assert sum(losses[-4:]) < sum(losses[:4])
         assert {estimate.num_calls for _, estimate in optimizer.preconditioners()} == {16}
-        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-        both = [torch.empty_like(flat) for _ in range(2)]
-        dist.all_gather(both, flat)
-        assert torch.equal(both[0], both[1])
+        _assert_equal_on_ranks(model)
 
 
-@pytest.mark.entry("L4", "you train with DistributedDataParallel", "works",
-                   "the replicas stay bitwise identical, with NGSGD made before or after the wrap. Every rank preconditions "
-                   "with estimates of its own rows, so the run is not that of one process, and a checkpoint of rank 0 holds the "
-                   "estimates of rank 0")
+@pytest.mark.entry("L4")
 def test_replicas_stay_equal(tmp_path: Path) -> None:
     on_two_ranks(_with_ddp, tmp_path)
 
@@ -84,10 +80,12 @@ REPLICAS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 ORDERS = ("optimizer first", "wrapper first", "of the wrapper")
 
 
-def _with_unequal_ranks(rank: int) -> None:
-    for make in REPLICAS.values():
+def _require_equal_replicas(rank: int, build: Callable[[], nn.Module],
+                            makes: Iterable[Callable[[nn.Module], Any]]) -> None:
+    """Train on different numbers of rows."""
+    for make in makes:
         for order in ORDERS:
-            model = network()
+            model = build()
             start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
             wrapped, optimizer = _wrapped(model, make, order)
             for x, y in minibatches(8)[rank::2]:
@@ -96,11 +94,14 @@ def _with_unequal_ranks(rank: int) -> None:
             assert float((_assert_equal_on_ranks(model) - start).norm()) > 1e-3
 
 
+def _with_unequal_ranks(rank: int) -> None:
+    _require_equal_replicas(rank, network, REPLICAS.values())
+
+
 @pytest.mark.entry("F10", "you train with NaturalMuon, or NGSGD with a mean loss, under DistributedDataParallel and ranks have "
                    "different numbers of rows", "works",
-                   "replicas stay bitwise equal in all orders of wrapping. NaturalMuon steps along the mean of the ranks' "
-                   "directions. NGSGD multiplies by the mean number of samples of a rank, as DDP's gradient is the mean over "
-                   "ranks. If one rank cannot find its number, all raise ConfigError")
+                   "replicas stay bitwise equal in all orders of wrapping. NGSGD multiplies by the mean number of samples of "
+                   "a rank, as DDP's gradient is the mean over ranks. If one rank cannot find its number, all raise ConfigError")
 def test_replicas_with_unequal_rows_stay_equal(tmp_path: Path) -> None:
     on_two_ranks(_with_unequal_ranks, tmp_path)
 
@@ -114,24 +115,16 @@ def _without_natural_layers() -> nn.Module:
     return nn.Sequential(_Head(10, 16), nn.Tanh(), _Head(16, 3))
 
 
-# models of which no layer takes natural-gradient steps
-PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.optim.Optimizer]]] = {
-    "fallback": (_without_natural_layers, lambda model: NGSGD(model, 0.01, loss_reduction="mean", fallback="sgd")),
-    "rule": (network, lambda model: NGSGD(model, 0.01, loss_reduction="mean", layer_options={"*": {"rule": "sgd"}})),
-}
+def _plain(model: nn.Module, **options: Any) -> NGSGD:
+    """An optimizer of a model of which no layer takes natural-gradient steps."""
+    optimizer = NGSGD(model, 0.01, loss_reduction="mean", **options)
+    assert not optimizer.preconditioned
+    return optimizer
 
 
 def _with_unequal_plain_ranks(rank: int) -> None:
-    for build, make in PLAIN.values():
-        for order in ORDERS:
-            model = build()
-            start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-            wrapped, optimizer = _wrapped(model, make, order)
-            assert isinstance(optimizer, NGSGD) and not optimizer.preconditioned
-            for x, y in minibatches(8)[rank::2]:
-                num = 16 - 7 * rank
-                train(wrapped, optimizer, [(x[:num], y[:num])])
-            assert float((_assert_equal_on_ranks(model) - start).norm()) > 1e-3
+    _require_equal_replicas(rank, _without_natural_layers, [partial(_plain, fallback="sgd")])
+    _require_equal_replicas(rank, network, [partial(_plain, layer_options={"*": {"rule": "sgd"}})])
 
 
 @pytest.mark.entry("F10")

@@ -26,7 +26,7 @@ from ngsgd.pipeline.combination import (
     recompute_batchnorm,
     running_mean,
 )
-from ngsgd.pipeline.combination.plain import evaluated_counts
+from ngsgd.pipeline.combination.models import evaluated_counts
 from ngsgd.schedules import Schedule
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from tests.conftest import Golden
@@ -49,16 +49,12 @@ def random_vectors(num_models: int, size: int, seed: int) -> list[Vector]:
 
 
 def closeness_to(target: Vector) -> Callable[[Vector], tuple[float, Vector]]:
-    """A quadratic objective."""
     return lambda vector: (-float(np.sum((vector.astype(np.float64) - target) ** 2)), vector)
 
 
 def frames(num_frames: int, seed: int) -> Minibatch:
     data = frame_set(num_frames, seed)
     return Minibatch(torch.from_numpy(data.features_TD), torch.from_numpy(data.pdf_T).long())
-
-
-# ------------------------------------------------------------------ which models are kept
 
 
 @pytest.mark.parametrize("case", GOLDEN.cases())
@@ -82,9 +78,6 @@ def test_kept_models_are_of_the_second_half_and_fewer_than_twice_as_many_as_aske
                 assert min(max_models, max(1, total // 2)) <= len(kept) <= 2 * max_models
                 if total // 2 > 500:  # half an epoch is 2000 passes of the 6000
                     assert kept[0] - kept[-1] >= 2000 // num_jobs - 1
-
-
-def test_a_run_of_one_outer_iteration_keeps_its_model() -> None:
     assert candidates(Schedule(1, 1, 1.0, 0.1, 0.01, 4, 4)) == (0,)
 
 
@@ -98,18 +91,7 @@ def test_tried_counts_hold_one_and_all_and_stay_within_the_budget() -> None:
                 assert counts == list(range(1, num_models + 1))
 
 
-# ------------------------------------------------------------------ the mean
-
-
-def test_one_model_comes_back_bit_equal() -> None:
-    (vector,) = random_vectors(1, 1000, seed=0)
-    vector[:4] = [-0.0, 1e-45, 3.4e38, -3.4e38]
-    combined = running_mean(given([vector]), closeness_to(vector))
-    assert combined.parameters.tobytes() == vector.tobytes()
-    assert (combined.chosen, combined.num_models, combined.objf) == ("newest", 1, 0.0)
-
-
-@pytest.mark.parametrize("num_models", [2, 3, 7, 30])
+@pytest.mark.parametrize("num_models", [1, 2, 3, 7, 30])
 def test_equal_models_give_themselves_bit_equal(num_models: int) -> None:
     (vector,) = random_vectors(1, 1000, seed=1)
     vector[:4] = [-0.0, 1e-45, 3.4e38, -3.4e38]
@@ -121,6 +103,7 @@ def test_equal_models_give_themselves_bit_equal(num_models: int) -> None:
 
     combined = running_mean(given([vector] * num_models), objective)
     assert combined.num_models == num_models == len(seen)
+    assert combined.chosen == ("newest" if num_models == 1 else "mean")
     assert all(mean.tobytes() == vector.tobytes() for mean in seen)
 
 
@@ -139,13 +122,9 @@ def test_means_and_choice_equal_the_definition(seed: int) -> None:
     assert combined.objf == combined.mean_objf[combined.num_models] >= combined.objf_newest
 
 
-def test_of_equal_objectives_the_fewest_models_stay() -> None:
-    assert running_mean(given(random_vectors(5, 3, seed=0)), lambda vector: (-1.0, vector)).num_models == 1
-
-
-def test_only_every_so_manyth_mean_is_tried() -> None:
+def test_only_every_so_manyth_mean_is_tried_and_the_fewest_of_equals_stay() -> None:
     combined = running_mean(given(random_vectors(10, 3, seed=0)), lambda vector: (0.0, vector), max_evaluations=4)
-    assert list(combined.mean_objf) == [1, 4, 7, 10]
+    assert list(combined.mean_objf) == [1, 4, 7, 10] and combined.num_models == 1
 
 
 def test_the_order_decides_which_means_are_tried_but_not_the_mean_of_all() -> None:
@@ -185,8 +164,6 @@ def test_one_model_is_in_memory_at_a_time() -> None:
     assert peak < 6 * 4 * size
 
 
-# ------------------------------------------------------------------ what cannot be combined
-
 Method = Callable[[Sequence[Candidate], HeldOut], Combined]
 METHODS: list[Method] = [running_mean, generalized]
 
@@ -206,14 +183,11 @@ def test_a_model_that_is_not_finite_is_named(method: Method, bad: float, small: 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_of_another_size_is_named(method: Method, small: HeldOut) -> None:
+def test_a_model_of_another_size_and_a_missing_model_are_reported(method: Method,
+                                                                  small: HeldOut) -> None:
     vectors = random_vectors(2, small.layout.size, seed=0)
     with pytest.raises(CheckpointError, match=r"iteration 28.*3 parameters.*54"):
         method(given([*vectors, np.zeros(3, np.float32)]), small)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_missing_model_is_reported(method: Method, small: HeldOut) -> None:
     with pytest.raises(CheckpointError, match="combine"):
         method([], small)
 
@@ -229,12 +203,11 @@ def test_a_model_without_a_finite_objf_is_passed_over(method: Method, small: Hel
     assert combined.num_models == 2 and combined.objf_newest == -math.inf < combined.objf
 
 
-def test_a_missing_held_out_frame_is_reported(small: HeldOut) -> None:
+def test_too_few_held_out_frames_are_reported(small: HeldOut) -> None:
     with pytest.raises(DataError, match="no held-out frame"):
         HeldOut(small.model, Minibatch(torch.empty(0, DIM), torch.empty(0, dtype=torch.int64)))
-
-
-# ------------------------------------------------------------------ batch normalization and dropout
+    with pytest.raises(DataError, match="single frame"):
+        recompute_batchnorm(batchnorm_model(0), frames(1, 0).x_ND)
 
 
 def batchnorm_model(seed: int) -> nn.Sequential:
@@ -278,11 +251,6 @@ def test_models_without_batchnorm_are_left_alone() -> None:
     assert np.array_equal(FlatLayout.of(model).flatten(model.state_dict()), before)
 
 
-def test_a_single_frame_has_no_batchnorm_statistics() -> None:
-    with pytest.raises(DataError, match="single frame"):
-        recompute_batchnorm(batchnorm_model(0), frames(1, 0).x_ND)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_combination_carries_the_statistics_of_the_held_out_frames(method: Method) -> None:
     held_out = HeldOut(batchnorm_model(0), frames(300, 4))
@@ -299,13 +267,8 @@ def test_a_combination_carries_the_statistics_of_the_held_out_frames(method: Met
     assert held_out(combined.parameters)[0] == combined.objf
 
 
-# ------------------------------------------------------------------ benefit
-
-
 def noisy_run(kind: Any, seed: int) -> tuple[nn.Module, list[Vector]]:
-    """20 outer iterations of plain SGD at a learning rate that is kept high; the last ten models,
-    newest first.
-    """
+    """The last ten of 20 outer iterations of plain SGD at a high learning rate, newest first."""
     model = build_model(ModelConfig(kind=kind, num_layers=2, hidden_dim=40), DIM, NUM_CLASSES, seed)
     data, random, layout = frames(4000, 1000 + seed), np.random.default_rng(seed), FlatLayout.of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if kind == "pnorm" else 0.5)

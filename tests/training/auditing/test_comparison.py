@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ngsgd.schedules import Shard
+from ngsgd.training.auditing import comparison
 from ngsgd.training.auditing.cases import partners, work_done
-from ngsgd.training.auditing.comparison import Comparison, Run, verdict
+from ngsgd.training.auditing.comparison import Run, verdict
 from ngsgd.training.auditing.pool import WorkerIdentity
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout, Vector
@@ -36,7 +37,7 @@ def run(changed: Vector, identity: WorkerIdentity = CPU, *, worker: int = 0, obj
 
 
 def agree(one: Run, other: Run) -> bool:
-    return Comparison(LAYOUT).agree(one, other)
+    return comparison.agree(LAYOUT, one, other)
 
 
 def test_workers_of_one_fingerprint_must_agree_bitwise() -> None:

@@ -17,7 +17,7 @@ from ngsgd.errors import ConfigError, DataError, ObjectStorageError, RunInterrup
 from ngsgd.training.sites.contribution import About, from_bytes, to_bytes
 from ngsgd.training.sites.rounds import digest_of
 from tests.reference.sites import Sites
-from tests.training.sites.world import LAYOUT, Site, Vector, World, delta
+from tests.training.sites.world import LAYOUT, Site, Vector, World, delta, of_two
 
 # float32 vectors of order 1, some additions
 CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 5e-6}
@@ -80,8 +80,7 @@ def test_no_delta_is_lost_or_counted_twice(compression: Any) -> None:
 def test_the_last_round_gives_all_sites_one_model(outer: OuterConfig, compression: Any) -> None:
     world = World("a", "b", period=2, num_outer_iters=5, compression=compression, outer=outer)
     for number in range(5):
-        for index, site in enumerate(world.sites.values()):
-            site.train(delta(2 * number + index))
+        world.train(number)
         if world.sites["a"].average_.is_due(number):
             world.average("a", "b")
     assert [world.sites["a"].average_.is_due(number) for number in range(5)] == [False, True, False, True, True]
@@ -90,14 +89,13 @@ def test_the_last_round_gives_all_sites_one_model(outer: OuterConfig, compressio
 
 
 def test_a_site_that_was_cut_off_continues_and_is_averaged_again() -> None:
-    world = World("a", "b", wait_s=5.0)
+    world, a, b = of_two(wait_s=5.0)
     reference = Sites(world.initial.astype(np.float64), {"a": 1, "b": 2})
-    a, b = world.sites["a"], world.sites["b"]
 
     def train(number: int) -> None:
-        for index, site in enumerate((a, b)):
-            site.train(delta(2 * number + index))
-            reference.train(site.name, delta(2 * number + index).astype(np.float64))
+        world.train(number)
+        for index, name in enumerate(world.sites):
+            reference.train(name, delta(2 * number + index).astype(np.float64))
     train(0)
     world.average("a", "b")
     reference.round(["a", "b"], _exactly)
@@ -133,8 +131,7 @@ def test_a_killed_site_repeats_its_round_with_the_same_result(key: str, when: st
         a = world.sites["a"]
         for number in range(4):
             saved = a.checkpoint()
-            for index, site in enumerate(world.sites.values()):
-                site.train(delta(2 * number + index))
+            world.train(number)
 
             def at_write(at: str, written: str) -> None:
                 if kill_at and (at, written) == (when, key):
@@ -157,8 +154,7 @@ def test_a_killed_site_repeats_its_round_with_the_same_result(key: str, when: st
 
 
 def test_a_late_site_computes_the_rounds_that_it_missed() -> None:
-    world = World("a", "b")
-    a, b = world.sites["a"], world.sites["b"]
+    world, a, b = of_two()
     for number in range(3):
         a.train(delta(number))
         a.average()
@@ -177,19 +173,6 @@ def test_a_new_run_takes_the_initial_parameters_of_the_first_site() -> None:
     assert np.array_equal(other.parameters, world.sites["a"].parameters)
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"text", to_bytes(np.full(LAYOUT.size, np.nan, np.float32), About("b", "run", 1, 0), None, LAYOUT),
-    to_bytes(np.zeros(LAYOUT.size, np.float32), About("a", "run", 1, 0), None, LAYOUT)])
-def test_a_delta_that_cannot_be_used_is_left_out(content: bytes) -> None:
-    world = World("a", "b")
-    a = world.sites["a"]
-    world.sites["b"].link.create("rounds/000001/b.safetensors", content)
-    a.train(delta(0))
-    a.average()
-    assert a.events() == ["site_rejected"] and a.figures["counted"] == 1
-    np.testing.assert_allclose(a.parameters, world.initial + delta(0), **CLOSE)
-
-
 def with_header(site: str = "b", about: str = "", **arrays: Any) -> bytes:
     """A file of a site, with any arrays and any text about it."""
     about = about or json.dumps({"site": site, "run": "run", "round": 1, "outer_iter": 0})
@@ -203,6 +186,7 @@ def of_shape(*shape: int, kind: Any = np.float32) -> Any:
 
 SIZE = LAYOUT.size
 BAD = {
+    "no bytes": b"", "text": b"text", "NaN": with_header(values=np.full(SIZE, np.nan, np.float32)),
     "two dimensions": with_header(values=of_shape(SIZE // 5, 5)), "a row": with_header(values=of_shape(1, SIZE)),
     "a column": with_header(values=of_shape(SIZE, 1)), "too short": with_header(values=of_shape(SIZE - 1)),
     "empty": with_header(values=of_shape(0)), "a number": with_header(values=of_shape()),
@@ -230,19 +214,16 @@ BAD = {
                    "The delta is checked before the round is closed, and skipped with the incident `site_rejected`.")
 @pytest.mark.parametrize("what", BAD)
 def test_a_damaged_contribution_is_skipped_before_the_round_is_closed(what: str) -> None:
-    world = World("a", "b")
-    a = world.sites["a"]
-    world.sites["b"].link.create("rounds/000001/b.safetensors", BAD[what])
+    world, a, b = of_two()
+    b.link.create("rounds/000001/b.safetensors", BAD[what])
     a.train(delta(0))
     a.average()
     assert a.events() == ["site_rejected"] and a.figures["counted"] == 1
     np.testing.assert_allclose(a.parameters, world.initial + delta(0), **CLOSE)
     # the site itself continues, and is part of the next round
-    b = world.sites["b"]
     b.train(delta(1))
     b.average()
-    for number, site in enumerate((b, a)):
-        site.train(delta(2 + number))
+    world.train(1)
     world.average("b", "a")
     assert b.figures["counted"] == 2 and np.array_equal(a.parameters, b.parameters)
 
@@ -265,8 +246,7 @@ def test_a_round_that_is_closed_with_a_damaged_contribution_is_one_error(site: s
 
 @pytest.mark.parametrize("key", ["rounds/000001/closed.json", "rounds/000001/b.safetensors"])
 def test_damaged_objects_of_a_closed_round_are_rejected(key: str) -> None:
-    world = World("a", "b")
-    a, b = world.sites["a"], world.sites["b"]
+    _, a, b = of_two()
     b.train(delta(0))
     b.average()
     b.link.put(key, b"{}")
@@ -299,8 +279,7 @@ def test_two_processes_of_one_site_are_noticed() -> None:
 
 
 def test_a_request_to_stop_ends_the_wait_and_the_round_can_be_repeated() -> None:
-    world = World("a", "b", wait_s=1e6)
-    a, b = world.sites["a"], world.sites["b"]
+    _, a, b = of_two(wait_s=1e6)
     a.train(delta(0))
     saved = a.checkpoint()
     a.stop.is_requested = True
@@ -316,11 +295,9 @@ def test_a_request_to_stop_ends_the_wait_and_the_round_can_be_repeated() -> None
 
 
 def test_the_others_do_not_wait_for_a_site_that_has_finished() -> None:
-    world = World("a", "b", num_outer_iters=2, wait_s=1e6)
-    a, b = world.sites["a"], world.sites["b"]
+    world, _, b = of_two(num_outer_iters=2, wait_s=1e6)
     for number in range(2):
-        for index, site in enumerate((a, b)):
-            site.train(delta(2 * number + index))
+        world.train(number)
         world.average("a", "b")
     b.outer_iter = 0
     before = world.now_s
@@ -329,8 +306,7 @@ def test_the_others_do_not_wait_for_a_site_that_has_finished() -> None:
 
 
 def test_the_last_round_waits_for_a_connection() -> None:
-    world = World("a", "b", num_outer_iters=1, wait_s=100.0)
-    a, b = world.sites["a"], world.sites["b"]
+    world, a, b = of_two(num_outer_iters=1, wait_s=100.0)
     a.train(delta(0))
     b.train(delta(1))
     b.link.is_cut = True
@@ -370,8 +346,7 @@ def test_bytes_are_counted() -> None:
     world = World("a", "b", compression="sparse")
     a = world.sites["a"]
     for number in range(2):
-        for index, site in enumerate(world.sites.values()):
-            site.train(delta(2 * number + index))
+        world.train(number)
         world.average("a", "b")
     # the first figures contain the initial parameters
     size: Vector = delta(0)

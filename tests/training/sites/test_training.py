@@ -21,17 +21,15 @@ from ngsgd.config import OuterConfig, SitesConfig
 from ngsgd.errors import RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.schedules import Schedule
-from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
+from ngsgd.training.coordinator import RunControl
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.sites.rounds import Rounds, open_exchange
 from ngsgd.training.sites.site_average import SiteAverage, SiteClock
 from ngsgd.training.storage.audit import audit
-from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
-from ngsgd.training.storage.ledger import Ledger
-from tests.stops import StopAfter
-from tests.toy import Recorder
-from tests.training.test_task import SETTINGS, Regression
+from ngsgd.training.storage.checkpoint import Checkpoint
+from tests.toy import Recorder, StopAfter
+from tests.training.test_task import SETTINGS, Regression, train
 
 JOBS = {"east": 2, "west": 1}
 Trained = tuple[Checkpoint, Recorder]
@@ -72,27 +70,14 @@ def _settings(site: str, exchange: Path, outer: OuterConfig = SETTINGS.outer, **
 
 def _train(folder: Path, settings: EngineSettings, control: RunControl | None = None) -> Trained:
     """Train, or continue, the run of a site."""
-    task, s, recorder = Plain(), settings.schedule, Recorder()
-    model = task.model()
-    layout = FlatLayout.of(model)
-    schedule = Schedule(4, 1, s.num_epochs, s.lr_initial, s.lr_final, s.num_jobs_initial, s.num_jobs_final)
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    store = CheckpointStore(folder / "checkpoints", layout, num_to_keep=2)
-    start = store.latest()[0] or first_checkpoint(layout.flatten(model.state_dict()))
-    control = control or RunControl()
-    sites = None
-    if settings.sites.jobs:
+    def sites(layout: FlatLayout, schedule: Schedule, control: RunControl) -> SiteAverage | None:
+        if not settings.sites.jobs:
+            return None
         rounds = Rounds(open_exchange(settings.sites.exchange, layout.size))
-        sites = SiteAverage(rounds, settings, layout, schedule.num_outer_iters, folder.name, SiteClock(control.stop))
-    ledger = Ledger(folder / "ledger.jsonl")
-    pool = InProcessPool(PlainSpec(settings), 2, 1)
-    pool.start()
-    try:
-        coordinator = Coordinator(task, model, schedule, pool, RunStorage(store, ledger, recorder), settings, control, sites)
-        return coordinator.train(start), recorder
-    finally:
-        ledger.close()
-        pool.close()
+        return SiteAverage(rounds, settings, layout, schedule.num_outer_iters, folder.name,
+                           SiteClock(control.stop))
+    return train(folder, Plain(), InProcessPool(PlainSpec(settings), 2, 1), settings, control,
+                 sites)
 
 
 def _both(processes: Executor, folder: Path, **options: Any) -> dict[str, Trained]:

@@ -133,6 +133,11 @@ class World:
         self.now_s += seconds
         self.during_wait()
 
+    def train(self, number: int) -> None:
+        """Train each site for an outer iteration, with other deltas for each number."""
+        for index, site in enumerate(self.sites.values()):
+            site.train(delta(2 * number + index))
+
     def average(self, *names: str) -> None:
         """Average these sites: the first one waits while the others arrive one by one."""
         rest = list(names[1:])
@@ -144,6 +149,12 @@ class World:
         self.sites[names[0]].average()
         self.during_wait = lambda: None
         assert not rest
+
+
+def of_two(**options: Any) -> tuple[World, Site, Site]:
+    """A world of two sites, "a" and "b"."""
+    world = World("a", "b", **options)
+    return world, world.sites["a"], world.sites["b"]
 
 
 def delta(seed: int) -> Vector:

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ngsgd.config import FailureConfig, ObjectiveConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.config import FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.schedules import Shard
-from ngsgd.sequence.archives import prepare_sequences
-from ngsgd.sequence.ngram import state_ngram
-from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.datasets import DatasetTask
-from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.tasks.streams import StreamTask
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.settings import EngineSettings
@@ -28,6 +25,7 @@ from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header
 from ngsgd.training.task import Task, TaskSpec
 from ngsgd.training.worker import Worker
 from tests import toy
+from tests.tasks import test_sequences
 
 # a snapshot after every minibatch
 ALWAYS = FailureConfig(snapshots="on", snapshot_interval_s=0.0, snapshot_cost=1.0)
@@ -46,6 +44,12 @@ class Memory:
 
     def block(self, index: int) -> Block:
         return self.blocks[index]
+
+    def is_ready(self) -> bool:
+        return True
+
+    def written(self, index: int, block: Block, *, is_last: bool) -> None:
+        pass
 
 
 class Interrupted(Exception):
@@ -133,15 +137,9 @@ def noisy_stream_task() -> StreamTask:
 
 def sequence_spec(folder: Path, objective: Any) -> TaskSpec:
     """The spec of a small task of chunks with a sequence objective."""
-    train = toy.frame_set(3600, seed=1)
-    labels = [train.pdf_T[begin:end] for begin, end in zip(train.offsets[:-1], train.offsets[1:], strict=True)]
-    graph = state_ngram(labels, order=2).with_leak(0.1 if objective == "lfmmi" else 0.0)
-    prior_P = np.bincount(train.pdf_T, minlength=toy.NUM_CLASSES) / len(train.pdf_T)
-    denominator = Denominator(graph, np.log(prior_P), np.arange(toy.NUM_CLASSES) // 2, np.arange(toy.NUM_CLASSES) == 0)
-    chunks = prepare_sequences(train, graph, samples_per_iter=600, chunk_frames=0, digest="toy", cache_root=folder)
-    config = toy.config(objective=ObjectiveConfig(kind=objective, acoustic_scale=1.0))
-    config = replace(config, schedule=replace(config.schedule, minibatch_size=100))
-    return frame_spec(folder, config, SequenceData(str(chunks), denominator))
+    made = test_sequences.run(folder, objective).spec
+    schedule = replace(made.config.schedule, minibatch_size=100)
+    return replace(made, config=replace(made.config, schedule=schedule, failure=ALWAYS))
 
 
 def dataset_spec(optimizer: OptimizerConfig, make: Callable[[], Task] = noisy_task) -> TaskSpec:
@@ -150,12 +148,12 @@ def dataset_spec(optimizer: OptimizerConfig, make: Callable[[], Task] = noisy_ta
                                 failure=ALWAYS, seed=3), make)
 
 
-def frame_spec(folder: Path, config: RunConfig, sequences: SequenceData | None = None) -> TaskSpec:
+def frame_spec(folder: Path, config: RunConfig) -> TaskSpec:
     """The spec of a small task of speech frames."""
     config = replace(config, failure=ALWAYS)
     egs = prepare_archives(toy.frame_set(3600, seed=1), toy.frame_set(300, seed=2), config.egs, num_classes=toy.NUM_CLASSES,
                            digest="toy", cache_root=folder)
-    return SpeechTaskSpec(config, str(egs), sequences)
+    return SpeechTaskSpec(config, str(egs))
 
 
 def job_of(worker: Worker, **settings: Any) -> Job:
@@ -187,11 +185,7 @@ def header(block: Block) -> Header:
 def continued(spec: TaskSpec, job: Job, *places: int, memory: Memory | None = None) -> JobResult:
     """The result of the last of several workers, each of which continues the job of the one before.
 
-    Args:
-        spec: the task.
-        job: first attempt.
-        places: minibatches that each worker trains before it ends.
-        memory: of the snapshots.
+    Each worker ends after the minibatches of its place.
     """
     memory = memory or Memory()
     for attempt, place in enumerate(places, start=1):

@@ -1,19 +1,24 @@
-"""Which attempt gets which shared memory."""
+"""Which attempt gets which shared memory, and settings that have no snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory, SharedSnapshotStore
+from ngsgd.cluster.exchange.shared_memory import SharedSnapshotMemory, SharedSnapshotStore
+from ngsgd.config import FailureConfig
+from ngsgd.config.rules import check
 from ngsgd.errors import ClusterError
 from ngsgd.schedules import Shard
 from ngsgd.training.job import Job, JobFailure, JobInit, LocalRef, WorkItem
-from ngsgd.training.snapshots.book import SnapshotBook
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.snapshots.book import SnapshotBook, takes_snapshots
 from ngsgd.training.snapshots.packing import Packed, unpack
+from tests import toy
 
 JOB = Job(0, 0, 1, (WorkItem(Shard(0, 0), 0, 0),), JobInit(LocalRef(np.zeros(1, np.float32))), 0.1, 1.0)
 RETRY = replace(JOB, attempt=2)
@@ -86,3 +91,25 @@ def test_a_block_that_is_cut_or_altered_anywhere_is_not_used() -> None:
         assert unpack(damaged) is None
         assert unpack(np.concatenate([block[:place], np.zeros(len(block) - place, np.uint8)])) is None or place == len(block) - 1
     assert unpack(block[:-1]) is None
+
+
+UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
+    "one process": {"cluster": {"kind": "in_process"}},
+    "defer": {"failure": {"policy": "defer"}}, "groups": {"cluster": {"ranks_per_worker": 2}}}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_snapshots_on_is_an_error_where_there_are_none(name: str) -> None:
+    config = toy.config(failure=FailureConfig(snapshots="on"),
+                        cluster=replace(toy.config().cluster, kind="local"))
+    assert check(config) == []
+    for section, changes in UNSUPPORTED[name].items():
+        config = replace(config, **{section: replace(getattr(config, section), **changes)})
+    assert any("failure.snapshots" in message for message in check(config))
+
+
+@pytest.mark.parametrize(("failure", "expected"), [
+    (FailureConfig(), True), (FailureConfig(snapshots="off"), False),
+    (FailureConfig(policy="drop"), False)])
+def test_snapshots_depend_on_the_policy(failure: FailureConfig, expected: bool) -> None:
+    assert takes_snapshots(EngineSettings.of(toy.config(failure=failure))) is expected

@@ -51,27 +51,22 @@ def problems(tmp_path: Path, lines: list[Line]) -> list[str]:
     return audit(path)
 
 
-def test_a_good_ledger_has_no_problem(tmp_path: Path) -> None:
-    assert problems(tmp_path, GOOD) == []
+BACK = {**STARTED, "after": 0}
+GOOD_LEDGERS = {
+    "good": GOOD,
+    "the last plan of an interrupted iteration counts": [STARTED, *PLAN, settled(1), STARTED, *FIRST],
+    "a run goes back behind a commit whose checkpoint was lost": [*GOOD, BACK, *SECOND],
+    "a commit without a line is repeated": [STARTED, *FIRST[:-1], BACK, FIRST[-1], *SECOND],
+    "a commit is repeated after a crash": [STARTED, *FIRST, BACK, FIRST[-1], *SECOND],
+    "a rolled-back outer iteration does not count": [
+        STARTED, *PLAN, *(settled(job, "rejected", reason="nan") for job in (0, 1)),
+        {"event": "rolled_back", "outer_iter": 0}, *FIRST],
+}
 
 
-def test_an_interrupted_outer_iteration_counts_only_its_last_plan(tmp_path: Path) -> None:
-    assert problems(tmp_path, [STARTED, *PLAN, settled(1), STARTED, *FIRST]) == []
-
-
-def test_a_resumed_run_may_go_back_behind_a_commit_whose_checkpoint_was_lost(tmp_path: Path) -> None:
-    assert problems(tmp_path, [*GOOD, {**STARTED, "after": 0}, *SECOND]) == []
-
-
-def test_a_commit_may_be_repeated_after_a_crash(tmp_path: Path) -> None:
-    without_line = [STARTED, *FIRST[:-1], {**STARTED, "after": 0}, FIRST[-1], *SECOND]
-    assert problems(tmp_path, without_line) == []
-    assert problems(tmp_path, [STARTED, *FIRST, {**STARTED, "after": 0}, FIRST[-1], *SECOND]) == []
-
-
-def test_a_rolled_back_outer_iteration_does_not_count(tmp_path: Path) -> None:
-    rejected = [settled(job, "rejected", reason="nan") for job in (0, 1)]
-    assert problems(tmp_path, [STARTED, *PLAN, *rejected, {"event": "rolled_back", "outer_iter": 0}, *FIRST]) == []
+@pytest.mark.parametrize("name", GOOD_LEDGERS)
+def test_a_good_ledger_has_no_problem(name: str, tmp_path: Path) -> None:
+    assert problems(tmp_path, GOOD_LEDGERS[name]) == []
 
 
 def test_a_deferred_shard_may_return_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from ngsgd.training.job import WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage import checkpoint
-from ngsgd.training.storage.checkpoint import CheckpointStore
-from ngsgd.training.storage.job_states import JobStates
+from ngsgd.training.storage.checkpoint import CheckpointStore, JobStates, require_room
 from ngsgd.training.storage.lock import RunLock
 
 
@@ -195,7 +195,7 @@ def test_any_changed_value_of_a_manifest_is_damage(store: CheckpointStore) -> No
     assert store.latest()[0] is not None
 
 
-@pytest.mark.parametrize("content", ["", "5", "null", "[]", "{}", '{"format": 3}', '{"format": 2, "files": {}}',
+@pytest.mark.parametrize("content", ["", "5", "null", "[]", "{}", '{"format": 4}', '{"format": 2, "files": {}}',
                                      "[" * 50_000, "\xff"])
 def test_a_manifest_of_any_other_shape_is_damage_and_the_one_before_is_used(store: CheckpointStore, content: str) -> None:
     store.save(at(0), state(0))
@@ -258,3 +258,12 @@ def test_the_model_of_a_new_checkpoint_is_kept_without_reading_it(store: Checkpo
 
 def _unreadable(*_: object) -> None:
     raise CheckpointError("Input/output error")
+
+
+def test_a_disk_without_room_for_three_checkpoints_is_reported_before_training(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 300 * 10**6))
+    require_room(tmp_path, 100 * 10**6)
+    with pytest.raises(CheckpointError, match=r"300 MB.*303 MB"):
+        require_room(tmp_path, 101 * 10**6)

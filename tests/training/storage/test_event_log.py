@@ -151,11 +151,11 @@ def _crash(patched: pytest.MonkeyPatch, moment: str, outer_iter: int) -> None:
             commit(coordinator, round_, *others)
         raise gone()
 
-    def crashing_pass_on(records: DeferredDiagnostics, waiting: Any) -> None:
-        if waiting.record.outer_iter != outer_iter:
-            return pass_on(records, waiting)
+    def crashing_pass_on(records: DeferredDiagnostics, record: Any, diagnosis: Any) -> None:
+        if record.outer_iter != outer_iter:
+            return pass_on(records, record, diagnosis)
         if moment == "after the event":
-            pass_on(records, waiting)
+            pass_on(records, record, diagnosis)
         raise gone()
     if moment.endswith("commit"):
         patched.setattr(Coordinator, "_commit", crashing_commit)

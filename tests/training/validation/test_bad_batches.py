@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ngsgd.schedules import Shard
 from ngsgd.tasks import DatasetTask
 from ngsgd.training.storage.event_log import read_events
 from tests import toy
+from tests.pipeline.test_task_run import StopAfter
 from tests.tasks import spoilt
 from tests.toy import Run, config
 
@@ -87,40 +87,12 @@ def test_examples_in_quarantine_are_read_no_more(tmp_path: Path) -> None:
     assert events[-1]["frames_processed"] == 4 * 950 - 3 * 2
 
 
-class StopAfter:
-    """Stops the run after some outer iterations."""
-
-    def __init__(self, num_outer_iters: int) -> None:
-        self.left = num_outer_iters
-
-    def trackers(self, *_: Any) -> Sequence[Any]:
-        return [self]
-
-    def outer_iteration(self, record: Any) -> None:
-        self.left -= 1
-
-    def incident(self, incident: Any) -> None:
-        pass
-
-    def finished(self, report: Any) -> None:
-        pass
-
-    def close(self, status: str) -> None:
-        pass
-
-    def requested(self) -> bool:
-        return self.left <= 0
-
-    def expired(self) -> bool:
-        return False
-
-
 # the run reports what the optimizer warns of
 @pytest.mark.filterwarnings("ignore:SGD")
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_quarantine(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", "input", "quarantine", num_epochs=4)
-    stop = StopAfter(len(read_events(whole.folder.events)) // 2)
+    stop = StopAfter()
     with pytest.raises(ngsgd.errors.RunInterrupted):
         ngsgd.train(_task("input"), output_dir=tmp_path / "part", services=Services(stop=stop, make_trackers=stop.trackers),
                     batch_size=16, failure={"on_bad_batch": "quarantine"}, optimizer="sgd", cluster="in_process", num_epochs=4)

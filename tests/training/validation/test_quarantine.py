@@ -7,28 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import EgsConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ClusterError, DamagedArchiveError, QuarantineError
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome
 from ngsgd.training.storage.audit import audit, read
 from tests.toy import Run, config
+from tests.training.test_coordinator import FaultyPool, Spoil
 
 
-class DamagedPool(InProcessPool):
-    """A pool that finds archives damaged; `is_damaged` selects the jobs."""
-
-    def __init__(self, run: Run, is_damaged: Callable[[Job], bool]) -> None:
-        super().__init__(run.spec, 2, 1)
-        self.is_damaged = is_damaged
-
-    def wait(self, timeout_s: float) -> Outcome | None:
-        result = super().wait(timeout_s)
-        assert isinstance(result, JobResult)
-        if not self.is_damaged(result.job):
+def damaged(is_damaged: Callable[[Job], bool]) -> Spoil:
+    """Find the archives of some jobs damaged."""
+    def spoil(result: JobResult) -> Outcome:
+        if not is_damaged(result.job):
             return result
-        archive = result.job.shard.archive
-        return JobFailure(result.job, result.worker, "damaged", False, DamagedArchiveError("restore it", archive))
+        error = DamagedArchiveError("restore it", result.job.shard.archive)
+        return JobFailure(result.job, result.worker, "damaged", False, error)
+    return spoil
 
 
 def settings(num_jobs: int = 2, outer: OuterConfig | None = None) -> RunConfig:
@@ -44,7 +38,7 @@ def settings(num_jobs: int = 2, outer: OuterConfig | None = None) -> RunConfig:
 def test_an_outer_iteration_without_data_is_committed_with_the_same_model(outer: OuterConfig, tmp_path: Path) -> None:
     run = Run(tmp_path, settings(outer=outer))
     # archive 0 is damaged from the first outer iteration on, and archive 1 from the third
-    run.train(DamagedPool(run, lambda job: job.shard.archive == 0 or (job.shard.archive == 1 and job.outer_iter >= 2)))
+    run.train(FaultyPool(run, damaged(lambda job: job.shard.archive == 0 or (job.shard.archive == 1 and job.outer_iter >= 2))))
     done = read(run.ledger_path)
     assert [len(one.accepted) for one in done] == [1, 1, 1, 0, 1, 1]
     assert done[3].commit["model"] == done[2].commit["model"] != done[4].commit["model"]
@@ -57,7 +51,7 @@ def test_an_outer_iteration_without_data_is_committed_with_the_same_model(outer:
 def test_a_run_whose_data_are_all_in_quarantine_ends(tmp_path: Path) -> None:
     run = Run(tmp_path, settings(num_jobs=1))
     with pytest.raises(QuarantineError, match="archive 2, frame 3"):
-        run.train(DamagedPool(run, lambda job: job.outer_iter > 0))
+        run.train(FaultyPool(run, damaged(lambda job: job.outer_iter > 0)))
     # archives 1 and 2 are given up; the last one may be tried again
     assert [len(one.accepted) for one in read(run.ledger_path)] == [1, 0, 0]
     latest, _ = run.store.latest()
@@ -68,7 +62,7 @@ def test_a_run_whose_data_are_all_in_quarantine_ends(tmp_path: Path) -> None:
 def test_archives_that_disappear_at_once_are_tried_again(tmp_path: Path) -> None:
     run = Run(tmp_path, settings())
     with pytest.raises(ClusterError):
-        run.train(DamagedPool(run, lambda job: job.outer_iter == 3))
+        run.train(FaultyPool(run, damaged(lambda job: job.outer_iter == 3)))
     assert run.train().progress.frames_processed == 3600
     assert audit(run.ledger_path) == []
 
@@ -76,5 +70,5 @@ def test_archives_that_disappear_at_once_are_tried_again(tmp_path: Path) -> None
 def test_a_first_job_without_a_result_ends_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, settings(num_jobs=1))
     with pytest.raises(ClusterError):
-        run.train(DamagedPool(run, lambda job: True))
+        run.train(FaultyPool(run, damaged(lambda job: True)))
     assert run.store.latest() == (None, [])

@@ -1,1 +1,0 @@
-"""The synthetic digits corpus: speech synthesized locally."""

@@ -1,1 +1,0 @@
-"""The Free Spoken Digit Dataset, with an alignment that is part of the package."""

@@ -1,1 +1,0 @@
-"""Features of large corpora: shards on disk, computed in parallel processes."""

@@ -1,1 +1,0 @@
-"""Products of vectors with Jacobians and Hessian blocks along the autograd graph."""

@@ -1,1 +1,0 @@
-"""Quantities from second derivatives."""

@@ -1,0 +1,1 @@
+"""Operators that handle many tensors of a GPU in one launch: Triton kernels, torch operations."""

@@ -1,0 +1,76 @@
+"""Files that only a release and GitHub read: versions, commands and contents."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import ngsgd
+from tools import release_check
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def steps_of(path: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+    return [step for job in jobs.values() for step in job["steps"]]
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    assert release_check.version_problems(ROOT, ngsgd.__version__) == []
+    assert release_check.version_problems(ROOT, "9.9.9")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_each_step_of_a_workflow_is_an_action_of_a_version_or_a_target_of_make(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    commands = [step["run"] for step in steps_of(path) if "run" in step]
+    assert commands
+    for command in commands:
+        assert command.split()[0] == "sed" or (command.split()[0] == "make" and command.split()[1] in targets), command
+    assert all("@" in step["uses"] for step in steps_of(path) if "uses" in step)
+
+
+def test_the_oldest_torch_of_the_workflow_is_that_of_the_package(tmp_path: Path) -> None:
+    [command] = [step["run"] for path in WORKFLOWS for step in steps_of(path) if step.get("run", "").startswith("sed")]
+    (tmp_path / "constraints.txt").write_bytes((ROOT / "constraints.txt").read_bytes())
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    [oldest] = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert f"\ntorch=={oldest}.0\n" in (tmp_path / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_lines_of_the_manifest_name_what_is_there() -> None:
+    for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines():
+        kind, *names = line.split()
+        if kind in ("graft", "include"):
+            assert names and all((ROOT / name).exists() for name in names), line
+
+
+def archives(folder: Path, wheel_names: list[str], sdist_names: tuple[str, ...]) -> tuple[Path, Path]:
+    wheel, sdist = folder / "a.whl", folder / "a.tar.gz"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in wheel_names:
+            archive.writestr(name, "")
+    file = folder / "empty"
+    file.touch()
+    with tarfile.open(sdist, "w:gz") as tar:
+        for name in sdist_names:
+            tar.add(file, f"ngsgd-1.0/{name}")
+    return wheel, sdist
+
+
+def test_incomplete_and_foreign_archives_are_found(tmp_path: Path) -> None:
+    good = ["ngsgd/__init__.py", "ngsgd-1.0.dist-info/METADATA"]
+    assert release_check.problems_of(*archives(tmp_path, good, release_check.WANTED), "1.0") == []
+    [problem] = release_check.problems_of(*archives(tmp_path, [*good, "launcher/cli.py"], release_check.WANTED), "1.0")
+    assert "launcher" in problem
+    [problem] = release_check.problems_of(*archives(tmp_path, good, release_check.WANTED[1:]), "1.0")
+    assert release_check.WANTED[0] in problem
