@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -33,6 +34,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from tests import process_state
 from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_protocol, pytest_runtestloop
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtest_protocol", "pytest_runtestloop"]
@@ -58,31 +60,19 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """Every test draws the same numbers from torch in every run, whatever ran before it."""
+    """Every test draws the same numbers in every run, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    """A test leaves the environment, and the server that MLflow uses, as it found them.
-
-    ``mlflow.set_tracking_uri`` sets a variable for child processes, and a later test would use a
-    server that has ended.
-    """
-    def mlflow_state() -> Any:
-        return sys.modules.get("mlflow.tracking._tracking_service.utils")
-
-    variables = dict(os.environ)
-    uri = mlflow_state() and mlflow_state()._tracking_uri
+def same_process() -> Iterator[None]:
+    """A test leaves what all tests of a process share as it found it (`tests/process_state.py`)."""
+    state = process_state.taken()
     yield
-    if mlflow_state():
-        mlflow_state().set_tracking_uri(uri)
-    for name in os.environ.keys() | variables.keys():
-        if name not in variables:
-            del os.environ[name]
-        elif os.environ.get(name) != variables[name]:
-            os.environ[name] = variables[name]
+    process_state.restore(state)
 
 
 class Golden:

@@ -1,19 +1,65 @@
-"""What a test does to the environment ends with it: the second one reads what the first one set."""
+"""What a test does to its process ends with it: the second case of a test reads what the first one set."""
 
 from __future__ import annotations
 
+import gc
+import locale
+import logging
 import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import mlflow
 import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+from tests.process_state import PARTS, taken
 
 KEPT = "NGSGD_TEST_ENVIRONMENT"
 
 
+def change_logging() -> None:
+    """What Hydra's `disabled` does: no logger that exists prints any more."""
+    logging.disable(logging.ERROR)
+    logging.getLogger("hydra").disabled = True
+    logging.getLogger("mlflow").setLevel(logging.FATAL)
+    logging.root.addHandler(logging.NullHandler())
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "server of MLflow": lambda: mlflow.set_tracking_uri("http://127.0.0.1:1"),
+    "environment": lambda: os.environ.update({KEPT: "set"}),
+    "folder": lambda: os.chdir("/"),
+    "mask of new files": lambda: os.umask(0o77),
+    "folder of temporary files": lambda: setattr(tempfile, "tempdir", "/"),
+    "arguments": lambda: sys.argv.append("more"),
+    "hooks": lambda: setattr(threading, "excepthook", print),
+    "recursion limit": lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+    "switch interval": lambda: sys.setswitchinterval(sys.getswitchinterval() * 2),
+    "garbage collection": gc.disable,
+    "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8" if locale.setlocale(locale.LC_ALL) == "C" else "C"),
+    "signals": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "logging": change_logging,
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "threads of torch": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "precision of products": lambda: torch.set_float32_matmul_precision("medium"),
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "Hydra": lambda: setattr(GlobalHydra.instance(), "hydra", object()),
+}
+first: dict[str, Any] = {}
+
+
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_environment_of_a_test_ends_with_it(is_first: bool) -> None:
-    assert KEPT not in os.environ and "MLFLOW_TRACKING_URI" not in os.environ
-    assert not mlflow.is_tracking_uri_set()
-    os.environ[KEPT] = "set"
-    mlflow.set_tracking_uri("http://127.0.0.1:1")
-    assert os.environ["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:1"
+@pytest.mark.parametrize("part", PARTS)
+def test_what_a_test_changes_ends_with_it(part: str, is_first: bool) -> None:
+    before = taken()
+    assert part not in first or first[part] == before[part]
+    first[part] = before[part]
+    CHANGES[part]()
+    assert PARTS[part].read() != before[part]

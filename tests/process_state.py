@@ -1,0 +1,137 @@
+"""What all tests of one process share, and what a test must not leave changed.
+
+The order of the tests in a process follows from how long other processes take, so a leftover fails
+a test in one run of a hundred.  Each row of `PARTS` reads one such thing and sets it again.
+"""
+
+from __future__ import annotations
+
+import gc
+import locale
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Part(NamedTuple):
+    """One thing that the tests of a process share.
+
+    Attributes:
+        read: Returns its value; it must not import a module.
+        write: Sets that value again.  It is called after each test, if the value is another.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def _write_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    loggers = logging.root.manager.loggerDict
+    return {"": logging.root, **{name: one for name, one in loggers.items() if isinstance(one, logging.Logger)}}
+
+
+def _read_logging() -> Any:
+    return logging.root.manager.disable, {name: (one.level, one.disabled, one.propagate, tuple(one.handlers), tuple(one.filters))
+                                          for name, one in _loggers().items()}
+
+
+def _write_logging(state: Any) -> None:
+    """Hydra, MLflow and Alembic disable the loggers that exist when they configure theirs."""
+    logging.disable(state[0])
+    for name, logger in _loggers().items():
+        if name in state[1]:
+            level, logger.disabled, logger.propagate, handlers, filters = state[1][name]
+            logger.setLevel(level)
+            logger.handlers[:], logger.filters[:] = handlers, filters
+        else:
+            logger.disabled = False
+
+
+def _read_signals() -> Any:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _write_signals(handlers: Any) -> None:
+    for number, handler in handlers.items():
+        # None: a handler that no Python code installed
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+def _of_module(module: str, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> Part:
+    """A part of a module that may not be imported yet; then there is nothing to restore."""
+    def written(value: Any) -> None:
+        if value is not None and module in sys.modules:
+            write(sys.modules[module], value)
+
+    return Part(lambda: read(sys.modules[module]) if module in sys.modules else None, written)
+
+
+def _write_hydra(module: Any, instance: Any) -> None:
+    module.GlobalHydra.instance().hydra = instance[0]
+
+
+def _torch(name: str, set_name: str = "") -> Part:
+    return _of_module("torch", lambda torch: getattr(torch, f"get_{name}")(),
+                      lambda torch, value: getattr(torch, f"set_{set_name or name}")(value))
+
+
+def _read_mask() -> int:
+    mask = os.umask(0o22)
+    os.umask(mask)
+    return mask
+
+
+_URI = "mlflow.tracking._tracking_service.utils"
+
+PARTS: dict[str, Part] = {
+    # ``mlflow.set_tracking_uri`` sets a variable as well, so it comes before the environment
+    "server of MLflow": Part(lambda: _URI in sys.modules and sys.modules[_URI]._tracking_uri,
+                             lambda uri: sys.modules[_URI].set_tracking_uri(uri or None)),
+    "environment": Part(lambda: dict(os.environ), _write_environment),
+    "folder": Part(os.getcwd, os.chdir),
+    "mask of new files": Part(_read_mask, os.umask),
+    "folder of temporary files": Part(lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
+    "arguments": Part(lambda: list(sys.argv), lambda value: sys.argv.__setitem__(slice(None), value)),
+    "hooks": Part(lambda: (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook), lambda value: (
+        setattr(sys, "excepthook", value[0]), setattr(sys, "unraisablehook", value[1]),
+        setattr(threading, "excepthook", value[2]), setattr(sys, "displayhook", value[3]))),
+    "recursion limit": Part(sys.getrecursionlimit, sys.setrecursionlimit),
+    "switch interval": Part(sys.getswitchinterval, sys.setswitchinterval),
+    "garbage collection": Part(lambda: (gc.isenabled(), gc.get_threshold()), lambda value: (
+        gc.set_threshold(*value[1]), gc.enable() if value[0] else gc.disable())),
+    "locale": Part(lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)),
+    "signals": Part(_read_signals, _write_signals),
+    "logging": Part(_read_logging, _write_logging),
+    "default dtype": _torch("default_dtype"),
+    "threads of torch": _torch("num_threads"),
+    "precision of products": _torch("float32_matmul_precision"),
+    "gradients": _of_module("torch", lambda torch: torch.is_grad_enabled(), lambda torch, on: torch.set_grad_enabled(on)),
+    "deterministic algorithms": _of_module(
+        "torch", lambda torch: torch.get_deterministic_debug_mode(), lambda torch, mode: torch.set_deterministic_debug_mode(mode)),
+    "Hydra": _of_module("hydra.core.global_hydra", lambda module: (module.GlobalHydra.instance().hydra,), _write_hydra),
+}
+
+
+def taken() -> dict[str, Any]:
+    """The values of all parts."""
+    return {name: part.read() for name, part in PARTS.items()}
+
+
+def restore(state: dict[str, Any]) -> list[str]:
+    """Set all parts to these values again; return the names of those that had others."""
+    changed = [name for name, part in PARTS.items() if part.read() != state[name]]
+    for name in changed:
+        PARTS[name].write(state[name])
+    return changed
