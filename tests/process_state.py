@@ -30,8 +30,12 @@ class Part(NamedTuple):
     write: Callable[[Any], Any]
 
 
+def _read_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 def _write_environment(variables: dict[str, str]) -> None:
-    for name in os.environ.keys() - variables.keys():
+    for name in _read_environment().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
 
@@ -41,9 +45,15 @@ def _loggers() -> dict[str, logging.Logger]:
     return {"": logging.root, **{name: one for name, one in loggers.items() if isinstance(one, logging.Logger)}}
 
 
+def _is_of_pytest(handler: logging.Handler) -> bool:
+    """pytest adds and removes its own handlers around each phase of a test."""
+    return type(handler).__module__.startswith("_pytest.")
+
+
 def _read_logging() -> Any:
-    return logging.root.manager.disable, {name: (one.level, one.disabled, one.propagate, tuple(one.handlers), tuple(one.filters))
-                                          for name, one in _loggers().items()}
+    return logging.root.manager.disable, {
+        name: (one.level, one.disabled, one.propagate, [x for x in one.handlers if not _is_of_pytest(x)], [*one.filters])
+        for name, one in _loggers().items()}
 
 
 def _write_logging(state: Any) -> None:
@@ -51,15 +61,16 @@ def _write_logging(state: Any) -> None:
     logging.disable(state[0])
     for name, logger in _loggers().items():
         if name in state[1]:
-            level, logger.disabled, logger.propagate, handlers, filters = state[1][name]
+            level, logger.disabled, logger.propagate, handlers, logger.filters[:] = state[1][name]
             logger.setLevel(level)
-            logger.handlers[:], logger.filters[:] = handlers, filters
+            logger.handlers[:] = [*handlers, *filter(_is_of_pytest, logger.handlers)]
         else:
             logger.disabled = False
 
 
 def _read_signals() -> Any:
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+    # pytest-timeout sets and removes its own handler of SIGALRM
+    return {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
 
 
 def _write_signals(handlers: Any) -> None:
@@ -87,6 +98,22 @@ def _torch(name: str, set_name: str = "") -> Part:
                       lambda torch, value: getattr(torch, f"set_{set_name or name}")(value))
 
 
+def _write_tempdir(folder: str | None) -> None:
+    tempfile.tempdir = folder
+
+
+def _write_hooks(hooks: Any) -> None:
+    sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook = hooks
+
+
+def _write_collection(state: Any) -> None:
+    gc.set_threshold(*state[1])
+    if state[0]:
+        gc.enable()
+    else:
+        gc.disable()
+
+
 def _read_mask() -> int:
     mask = os.umask(0o22)
     os.umask(mask)
@@ -99,18 +126,15 @@ PARTS: dict[str, Part] = {
     # ``mlflow.set_tracking_uri`` sets a variable as well, so it comes before the environment
     "server of MLflow": Part(lambda: _URI in sys.modules and sys.modules[_URI]._tracking_uri,
                              lambda uri: sys.modules[_URI].set_tracking_uri(uri or None)),
-    "environment": Part(lambda: dict(os.environ), _write_environment),
+    "environment": Part(_read_environment, _write_environment),
     "folder": Part(os.getcwd, os.chdir),
     "mask of new files": Part(_read_mask, os.umask),
-    "folder of temporary files": Part(lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
+    "folder of temporary files": Part(lambda: tempfile.tempdir, _write_tempdir),
     "arguments": Part(lambda: list(sys.argv), lambda value: sys.argv.__setitem__(slice(None), value)),
-    "hooks": Part(lambda: (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook), lambda value: (
-        setattr(sys, "excepthook", value[0]), setattr(sys, "unraisablehook", value[1]),
-        setattr(threading, "excepthook", value[2]), setattr(sys, "displayhook", value[3]))),
+    "hooks": Part(lambda: (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook), _write_hooks),
     "recursion limit": Part(sys.getrecursionlimit, sys.setrecursionlimit),
     "switch interval": Part(sys.getswitchinterval, sys.setswitchinterval),
-    "garbage collection": Part(lambda: (gc.isenabled(), gc.get_threshold()), lambda value: (
-        gc.set_threshold(*value[1]), gc.enable() if value[0] else gc.disable())),
+    "garbage collection": Part(lambda: (gc.isenabled(), gc.get_threshold()), _write_collection),
     "locale": Part(lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)),
     "signals": Part(_read_signals, _write_signals),
     "logging": Part(_read_logging, _write_logging),
