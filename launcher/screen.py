@@ -25,6 +25,12 @@ _LOG_WIDTH = 100
 Status = Callable[[int], str]
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a status line can be shown: no closed stream, log, or notebook, which keeps each frame."""
+    is_tty = not stream.closed and stream.isatty()
+    return is_tty and os.environ.get("TERM") not in ("dumb", "unknown") and "JPY_PARENT_PID" not in os.environ
+
+
 class Screen:
     """Writes to one stream, by default to whatever sys.stdout is at that time."""
 
@@ -41,12 +47,7 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a status line can be shown."""
-        try:
-            return self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        except ValueError:
-            # closed
-            return False
+        return is_terminal(self._stream)
 
     @property
     def width(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import tarfile
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import ngsgd
 from tools import release_check
@@ -45,6 +48,25 @@ def test_the_oldest_torch_of_the_workflow_is_that_of_the_package(tmp_path: Path)
     subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
     [oldest] = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert f"\ntorch=={oldest}.0\n" in (tmp_path / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_everything_that_make_installs_has_one_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {canonicalize_name(line.split("==")[0]) for line in lines}
+    [extras] = re.findall(r"-e '\.\[(.+)\]'", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    wanted, seen = [("ngsgd", extras.split(","))], set()
+    while wanted:
+        name, extras_of_it = wanted.pop()
+        for line in importlib.metadata.requires(name) or []:
+            requirement = Requirement(line)
+            marker = requirement.marker
+            applies = any(not marker or marker.evaluate({"extra": one}) for one in ["", *extras_of_it])
+            key = (canonicalize_name(requirement.name), *sorted(requirement.extras))
+            if applies and key not in seen:
+                seen.add(key)
+                wanted.append((requirement.name, [*requirement.extras]))
+    assert len(seen) > 100
+    assert not {key[0] for key in seen} - pinned
 
 
 def test_lines_of_the_manifest_name_what_is_there() -> None:

@@ -117,6 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run(python, "-m", "compileall", "-q", "-f", "ngsgd", "launcher", where=clone)
             else:
                 print(f"          {python} is not here: the source was not compiled for it")
+        for name in ("3.12", "3.13"):
+            # torch as PyPI has it, for GPUs: its requirements are others than those of a build for CPUs
+            run(tools / "pip", "install", "--quiet", "--dry-run", "--python-version", name,
+                "--only-binary", ":all:", "--target", folder / "none",
+                "-c", clone / "constraints.txt", "torch", where=folder)
         programs = environment(folder / "installed", sys.executable, f"ngsgd[service,asr,synth] @ {wheel.as_uri()}",
                                constraints=clone / "constraints.txt")
         run(programs / "python", "-m", "pip", "check", where=empty)

@@ -16,6 +16,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import make_directories, write_text
 from ngsgd.launcher.arguments import TRUST, WORDS, Parser, words_of
 from ngsgd.launcher.config.config_builder import require_writable
+from ngsgd.launcher.screen import is_terminal
 from ngsgd.launcher.text import printable
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _with_progress(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
     # rich belongs to the extra [service], which recognition does not need
-    if total < 2 or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+    if total < 2 or not is_terminal(sys.stderr) or importlib.util.find_spec("rich") is None:
         yield from outcomes
         return
     from rich.console import Console
@@ -164,9 +165,9 @@ def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
             num_samples += len(block_NC)
             yield block_NC[:, 0] / FULL_SCALE
 
-    is_terminal = sys.stderr.isatty() and not options.quiet
-    for one in recognizer.stream(chunks(), rate, num_best=options.nbest, partial=is_terminal):
-        if is_terminal:
+    shows_words = is_terminal(sys.stderr) and not options.quiet
+    for one in recognizer.stream(chunks(), rate, num_best=options.nbest, partial=shows_words):
+        if shows_words:
             shown = printable(one.text)[-100:] if isinstance(one, Partial) else ""
             print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
         if isinstance(one, Partial):

@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.tiers import HANGS_S
@@ -69,6 +72,25 @@ def test_the_loops_of_lightning_and_ray_train_are_the_plain_one(tmp_path: Path) 
     assert ours[0][0] == ours[1][0] == ours[2][0]
     # AdamW with an average every 20 steps, which the plain script compares with DDP
     assert ours[1][1] == ours[2][1] != ours[0][1]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    notebook: Any = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    nbformat.validate(notebook)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")]
+    nbclient.NotebookClient(notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output.get("text", "") for output in outputs)
+    # a notebook keeps each frame of a status line
+    assert "%WER" in text and "\x1b[" not in text
+    assert text.count("four two nine zero") == 1 and "nine " in text
+    losses = dict(re.findall(r"(NGSGD|AdamW): loss (\S+)", text))
+    assert float(losses["NGSGD"]) < float(losses["AdamW"]) < 1.0
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
 
 
 @pytest.mark.slow
