@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from ngsgd import (

@@ -76,8 +76,9 @@ def version_problems(root: Path, version: str) -> list[str]:
     tag = subprocess.run(["git", "tag", "--points-at", "HEAD", "v*"], cwd=root, capture_output=True, text=True, check=True).stdout
     if tag and f"v{version}" not in tag.split():
         found.append(f"the tag is {tag.strip()}, and the version is {version}")
-    if tag and f"## [{version}]" not in (root / "CHANGELOG.md").read_text():
-        found.append(f"CHANGELOG.md has no section {version}")
+    dated = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    if tag and not re.search(dated, (root / "CHANGELOG.md").read_text(), re.MULTILINE):
+        found.append(f"CHANGELOG.md has no section {version} with a date")
     return found
 
 
