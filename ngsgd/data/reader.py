@@ -8,6 +8,7 @@ Letters: E examples, F frames per example, W window of spliced frames, D feature
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ Item = TypeVar("Item")
 BESIDE = "statistics-*.safetensors"
 # separates the random numbers of masks from those of the order
 _MASKS = 1
+_PREFETCH = "ngsgd-prefetch"
 
 
 class Minibatch(NamedTuple):
@@ -265,13 +267,12 @@ def ahead(items: Iterator[Item], depth: int) -> Iterator[Item]:
     if not depth:
         yield from items
         return
-    end = object()
-    with ThreadPoolExecutor(1, "ngsgd-prefetch") as thread:
-        ready = deque(thread.submit(next, items, end) for _ in range(depth))
-        try:
-            while (item := ready.popleft().result()) is not end:
-                ready.append(thread.submit(next, items, end))
-                yield item  # type: ignore[misc]
-        finally:
-            for one in ready:
-                one.cancel()
+    end, pool = object(), ThreadPoolExecutor(1, _PREFETCH)
+    try:
+        ready = deque(pool.submit(next, items, end) for _ in range(depth))
+        while (item := ready.popleft().result()) is not end:
+            ready.append(pool.submit(next, items, end))
+            yield item  # type: ignore[misc]
+    finally:
+        # garbage collection may close a generator in its own thread, which cannot wait for itself
+        pool.shutdown(wait=threading.current_thread().name != f"{_PREFETCH}_0", cancel_futures=True)

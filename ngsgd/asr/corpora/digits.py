@@ -203,8 +203,8 @@ def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: 
         for made in pool.map(make_shard, shards, seeds):
             yield from made
     finally:
-        # after Ctrl-C the waiting shards must not be synthesized first
-        pool.shutdown(cancel_futures=True)
+        # after Ctrl-C nothing waits for shards, and garbage collection may close this in the pool
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def plan(set_name: str, data: DataConfig, *, minutes: float) -> Iterator[PlannedUtterance]:
