@@ -126,8 +126,7 @@ def _decoded(folder: RunFolder) -> tuple[list[tuple[str, str, str, str]], list[s
     try:
         about = read_json(folder.decode / "wer.json")
         low, high = (float(about["test_interval_95"][name]) for name in ("low", "high"))
-        results = {f"{of}, {rung.name}": errors for rung in rungs_of(folder.rungs)
-                   for of, errors in (("validation", rung.valid), ("test", rung.test)) if errors}
+        results = {f"validation, {rung.name}": rung.valid for rung in rungs_of(folder.rungs) if rung.valid}
         results |= {"validation": WordErrors.of_json(about["valid"]), "test": WordErrors.of_json(about["test"])}
         speakers = {name: WordErrors.of_json(one) for name, one in about["test_by_speaker"].items()}
         weights = [*sections.decoding_weights(about)]

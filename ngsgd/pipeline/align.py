@@ -96,7 +96,7 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
             states, logliks = _align(speech, settings, Path(folder), report, known)
         is_rung = logliks and config.align.num_full_passes
-        errors = word_errors(speech, config.decode, logliks) if is_rung else (None, None)
+        errors = word_errors(speech, config.decode, logliks, report) if is_rung else None
         alignments.write(path, states)
         watch.stored(path, errors)
     return path

@@ -27,13 +27,13 @@ from ngsgd.errors import RunInterrupted
 from ngsgd.files import cache_name, sha256
 from ngsgd.models import build
 from ngsgd.phase import Phase
+from ngsgd.pipeline import score
 from ngsgd.pipeline.adaptation import network_input, read
 from ngsgd.pipeline.align import cache_folder, label, with_alignment
 from ngsgd.pipeline.base_run import BaseRun
-from ngsgd.pipeline.score import word_errors
 from ngsgd.pipeline.services import Report, Services
 from ngsgd.runs.run_folder import Place, RunFolder, folder_of_model, run_to_continue
-from ngsgd.runs.rungs import Errors, Rung, Stopwatch, stored
+from ngsgd.runs.rungs import Rung, Stopwatch, stored
 from ngsgd.training.records import FinalReport, Trackers
 from ngsgd.word_errors import WordErrors
 
@@ -102,19 +102,17 @@ class Ladder:
             align=replace(config.align, num_full_passes=0), objective=ObjectiveConfig(),
             sites=SitesConfig(), tracking=replace(config.tracking, kind="none"),
             schedule=replace(config.schedule, num_epochs=_EPOCHS * config.schedule.num_epochs),
-            decode=replace(config.decode, oracle=False, lattices=False))
+            decode=replace(score.coarse(config.decode), oracle=False, lattices=False))
         corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
         corpus, adaptation = network_input(network, corpus, cache_root, report)
         if adaptation:
             if not stored(adaptation):
-                errors: Errors = (None, None)
                 # those that the transforms were estimated with, as of Kaldi's tri3
-                mixtures = read(adaptation, corpus.num_pdfs).adapted
-                if mixtures is not None:
-                    errors = word_errors(corpus, config.decode, {
-                        utt_id: mixtures.log_likelihood(x_TD.astype(np.float64))
-                        for one in (corpus.valid, corpus.test) for utt_id, x_TD
-                        in zip(one.frames.utt_ids, one.split_features(), strict=True)})
+                mixtures, valid = read(adaptation, corpus.num_pdfs).adapted, corpus.valid
+                features = dict(zip(valid.frames.utt_ids, valid.split_features(), strict=True))
+                errors = score.word_errors(corpus, config.decode, {
+                    utt_id: mixtures.log_likelihood(x_TD.astype(np.float64)) for utt_id, x_TD in features.items()
+                }, report) if mixtures else None
                 watch.stored(adaptation, errors)
             self._reached(adaptation)
         name = network_name(network, corpus)
@@ -122,7 +120,7 @@ class Ladder:
         if not labels.exists():
             watch = Stopwatch("first network")
             scores = self._trained_and_realigned(replace(network, name=name), labels)
-            watch.stored(labels, (WordErrors.of_json(scores["valid"]), WordErrors.of_json(scores["test"])))
+            watch.stored(labels, WordErrors.of_json(scores["valid"]))
         self._reached(labels)
         return labels
 

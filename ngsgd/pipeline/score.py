@@ -14,11 +14,11 @@ from torch import nn
 
 from ngsgd.asr.align.forced_alignment import Computed, Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
-from ngsgd.asr.decode import evaluation, scoring, tuning
+from ngsgd.asr.decode import evaluation, tuning
 from ngsgd.asr.decode.decoding import LATTICE_BEAM, Search, write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, scores_as_text, tune_and_decode, utterance_scores
 from ngsgd.asr.decode.scoring import by_speaker, write_operations, write_per_speaker, write_per_utterance, write_recogs
-from ngsgd.asr.lang import graphs, ngram
+from ngsgd.asr.lang import ngram
 from ngsgd.config import DecodeConfig, EgsConfig, RunConfig
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet
@@ -27,8 +27,8 @@ from ngsgd.models.growing import utterance_logits
 from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.services import Report
 from ngsgd.runs.run_folder import RunFolder
-from ngsgd.runs.rungs import Errors
 from ngsgd.training.records import SubsetScore
+from ngsgd.word_errors import WordErrors
 
 # every which scale and penalty is tried for the errors of a rung
 _STEP = 2
@@ -132,17 +132,20 @@ def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: n
     return Computed(list(place), compute)
 
 
-def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Mapping[str, npt.NDArray[np.float32]]) -> Errors:
-    """Return the errors on valid and test with some of the scales and penalties, chosen on valid.
+def coarse(config: DecodeConfig) -> DecodeConfig:
+    """Return the settings with some of the scales and penalties, which are enough for a rung."""
+    return replace(config, acoustic_scales=config.acoustic_scales[::_STEP], word_penalties=config.word_penalties[::_STEP])
 
-    `logliks` has the T x P scores of each utterance of both, by its name.
+
+def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Mapping[str, npt.NDArray[np.float32]], report: Report) -> WordErrors:
+    """Return the errors on valid at the best of some scales and penalties.
+
+    `logliks` has the T x P scores of each utterance by its name.
     """
-    language, valid, test = corpus.language, corpus.valid, corpus.test
-    coarse = replace(config, acoustic_scales=config.acoustic_scales[::_STEP], word_penalties=config.word_penalties[::_STEP])
-    graph = evaluation.build_graph(language, coarse)
-    of_valid, of_test = ([logliks[utt_id] for utt_id in one.frames.utt_ids] for one in (valid, test))
-    weights, errors = tuning.choose(evaluation.sweep(
-        graph, coarse, valid.texts, valid.frames.utt_ids, of_valid, language.num_pdfs))
-    said = evaluation.decode_set(graphs.with_word_penalty(graph, weights.word_penalty), coarse,
-                                 weights.acoustic_scale, of_test, language.num_pdfs)
-    return errors, scoring.score(test.texts, said, test.frames.utt_ids)[0]
+    language, valid, config = corpus.language, corpus.valid, coarse(config)
+    num_decoded = len(config.acoustic_scales) * len(config.word_penalties) * len(valid.texts)
+    tried = evaluation.sweep(
+        evaluation.build_graph(language, config), config, valid.texts, valid.frames.utt_ids,
+        [logliks[utt_id] for utt_id in valid.frames.utt_ids], language.num_pdfs,
+        Progress(report, "WER of the rung: decoding valid", num_decoded).each)
+    return tuning.choose(tried)[1]

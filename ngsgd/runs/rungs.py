@@ -12,9 +12,6 @@ from typing import Any
 from ngsgd import files
 from ngsgd.word_errors import WordErrors
 
-# on valid and test
-Errors = tuple[WordErrors | None, WordErrors | None]
-
 
 @dataclass(frozen=True)
 class Rung:
@@ -24,19 +21,17 @@ class Rung:
     name: str
     # time that it took when it was computed
     seconds: float
-    # errors; None if they were not measured
+    # errors on valid; None if they were not measured
     valid: WordErrors | None = None
-    test: WordErrors | None = None
 
     def __str__(self) -> str:
-        errors = f"; valid {self.valid}, test {self.test}" if self.valid else ""
+        errors = f"; valid {self.valid}" if self.valid else ""
         return f"{self.name}, {self.seconds:.0f} s{errors}"
 
     @staticmethod
     def of_json(about: Mapping[str, Any]) -> Rung:
         """Read what `asdict` gave; KeyError, TypeError or ValueError if it is something else."""
-        errors = (about[name] and WordErrors.of_json(about[name]) for name in ("valid", "test"))
-        return Rung(str(about["name"]), float(about["seconds"]), *errors)
+        return Rung(str(about["name"]), float(about["seconds"]), about["valid"] and WordErrors.of_json(about["valid"]))
 
 
 def rungs_of(path: Path) -> list[Rung]:
@@ -54,9 +49,9 @@ class Stopwatch:
         self._name = name
         self._begun = time.monotonic()
 
-    def stored(self, path: Path, errors: Errors = (None, None)) -> Rung:
-        """Store the rung that made the file `path`, with its errors on valid and test."""
-        rung = Rung(self._name, round(time.monotonic() - self._begun, 1), *errors)
+    def stored(self, path: Path, valid: WordErrors | None = None) -> Rung:
+        """Store the rung that made the file `path`, with its errors on valid."""
+        rung = Rung(self._name, round(time.monotonic() - self._begun, 1), valid)
         files.write_text(_note_of(path), json.dumps(asdict(rung), indent=1))
         return rung
 
