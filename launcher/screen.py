@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from ngsgd.launcher.text import duration, masked, printable
+from ngsgd.counting import duration
+from ngsgd.launcher.text import masked, printable
 
 # a phase that took less leaves no line on a terminal
 _LONG_S = 2.0

@@ -1,4 +1,4 @@
-"""Texts for a terminal: durations; control characters escaped and passwords masked."""
+"""Texts for a terminal: control characters escaped and passwords masked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from ngsgd.masking import MASK, conceal, is_masked, masked
 
-__all__ = ["MASK", "conceal", "duration", "is_masked", "masked", "printable"]
+__all__ = ["MASK", "conceal", "is_masked", "masked", "printable"]
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 # control characters: C0 but for newline and tab, DEL, C1, marks that reorder text, line separators,
@@ -17,15 +17,3 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def printable(text: str) -> str:
     """Escape control characters, such as \\x1b; newlines and tabs stay."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], _COLORS.sub("", text))
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 45s, 1m20s or 3h05m."""
-    if not 0 <= seconds < 1e9:
-        return "?"
-    total = round(seconds)
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02d}s"
-    return f"{total // 3600}h{total % 3600 // 60:02d}m"

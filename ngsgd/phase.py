@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from ngsgd.counting import duration
+
 T = TypeVar("T")
 # seconds between two lines of one step
-REPORT_S = 10.0
+REPORT_S = 5.0
 
 
 class Phase(str):
@@ -22,25 +25,35 @@ class Phase(str):
 
 
 class Progress:
-    """A step that reports how many of its items are done, every `REPORT_S` seconds.
+    """A step that reports how many of its items are done, every `REPORT_S` seconds, in any thread.
 
     Args:
-        report: receives the phase, at once and then with the number of items.
+        report: receives the phase, at once and then with the number of items and the time left.
         name: of the step.
         total: number of items. Default: 0, for an unknown number.
         unit: noun of an item, in the plural. Default: "utterances".
     """
 
     def __init__(self, report: Callable[[str], None], name: str, total: int = 0, unit: str = "utterances") -> None:
-        self._report, self._name, self._of = report, name, f"of {total} {unit}" if total else unit
-        self._done, self._last = 0, time.monotonic()
+        self._report, self._name, self._total, self._unit = report, name, total, unit
+        self._done, self._begun, self._lock = 0, time.monotonic(), threading.Lock()
+        self._last = self._begun
         report(Phase(name))
 
     def each(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items, which may be a part of all."""
         for item in items:
-            if time.monotonic() - self._last >= REPORT_S:
-                self._report(Phase(f"{self._name}: {self._done} {self._of}"))
-                self._last = time.monotonic()
             yield item
-            self._done += 1
+            self.add(1)
+
+    def add(self, number: int) -> None:
+        """Count items that are done."""
+        with self._lock:
+            self._done, now = self._done + number, time.monotonic()
+            if not number or now - self._last < REPORT_S:
+                return
+            self._last, left = now, ""
+            if self._total:
+                seconds = (now - self._begun) / self._done * max(0, self._total - self._done)
+                left = f"of {self._total} {self._unit}, about {duration(seconds)} left"
+            self._report(Phase(f"{self._name}: {self._done} {left or self._unit}"))

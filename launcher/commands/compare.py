@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ngsgd.counting import counted
+from ngsgd.counting import counted, duration
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import Parser
@@ -17,7 +17,7 @@ from ngsgd.launcher.console import version
 from ngsgd.launcher.reports import comparison, figures
 from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.comparison import ComparedRun, Group, Identity, identity
-from ngsgd.launcher.text import duration, printable
+from ngsgd.launcher.text import printable
 from ngsgd.runs.run_folder import RunFolder, find_run
 
 # rows of the table on the terminal; the page has all

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ngsgd.counting import counted
-from ngsgd.launcher.text import duration
+from ngsgd.counting import counted, duration
 from ngsgd.planning.planner import MIN_OUTER_ITERS, Machine, Prediction, Workload
 from ngsgd.planning.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from ngsgd.counting import duration
 from ngsgd.errors import NgsgdError
 from ngsgd.launcher.reports.efficiency import efficiency_of, samples_per_second, sites_of
 from ngsgd.launcher.screen import SCREEN, Screen
-from ngsgd.launcher.text import duration
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase

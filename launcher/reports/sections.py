@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, operations, word_form
-from ngsgd.counting import counted
+from ngsgd.counting import counted, duration
 from ngsgd.launcher.reports import figures
 from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
 from ngsgd.launcher.reports.efficiency import efficiency_of, sites_of
 from ngsgd.launcher.reports.history import LayerRow, RunHistory
-from ngsgd.launcher.text import duration, masked
+from ngsgd.launcher.text import masked
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.schedules import JOB_RATE
 from ngsgd.word_errors import WordErrors

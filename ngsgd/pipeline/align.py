@@ -49,7 +49,7 @@ FEW_CHANGES = 0.005
 # realignments with one Gaussian per state after a flat start
 _GAUSSIAN_PASSES = 20
 # increase it if the same settings would give another alignment
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -124,37 +124,48 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report, kn
                "their words have states")
     # equal parts alone would not use the known labels
     num_passes = max(a.num_passes, 1) if known else a.num_passes
+    tested = set(speech.test.frames.utt_ids)
     logliks: Scores = {}
     for number in range(1, num_passes + 1):
         report(Phase(f"alignment: network {number} of {num_passes}"))
         (folder / str(number)).mkdir()
         logliks = _learn(speech, states, settings, folder / str(number))
-        done = forced_alignment.realign(speech, unknown, logliks, oov)
+        # no network learns from the test set, so it is aligned by the last one
+        aligned = {utt_id: unknown[utt_id] for utt_id in unknown if number == num_passes or utt_id not in tested}
+        progress = Progress(report, f"alignment: by network {number} of {num_passes}", len(aligned))
+        done = forced_alignment.realign(speech, aligned, logliks, oov, each=progress.each)
         report(f"align: network {number}/{num_passes}: "
-               f"{forced_alignment.share_changed(unknown, done.states):.1%} of the frames changed "
+               f"{forced_alignment.share_changed(aligned, done.states):.1%} of the frames changed "
                "their state" + (f", {counted(len(done.lost), 'utterance has', 'utterances have')} no path" if done.lost else ""))
-        unknown, lost = done.states, done.lost
+        unknown, lost = {**unknown, **done.states}, done.lost
         states = {**known, **unknown}
     return {utt_id: pdf_T for utt_id, pdf_T in unknown.items() if utt_id not in lost}, logliks
 
 
 def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> Realigned:
-    """Re-align two flat starts by Gaussians until they converge; return the more likely one."""
-    found, oov = [], settings.data.oov_word
+    """Re-align two flat starts by Gaussians until they converge; return the more likely one.
+
+    The Gaussians are of the training set, so held-out utterances are aligned once, at the end.
+    """
+    found, oov, x_TK = [], settings.data.oov_word, forced_alignment.Decorrelated(speech)
+    train = set(speech.train.frames.utt_ids)
     for name, start in (("equal parts", forced_alignment.flat_start),
                         ("equal parts of speech", forced_alignment.silence_start)):
-        passes = Progress(report, f"alignment: {name}, then Gaussians", _GAUSSIAN_PASSES, "passes")
-        states = start(speech, oov)
-        for _ in passes.each(range(_GAUSSIAN_PASSES)):
-            logliks = forced_alignment.score_by_gaussians(speech, states)
-            done = forced_alignment.realign(speech, states, logliks, oov)
+        starts = start(speech, oov)
+        states: States = {utt_id: pdf_T for utt_id, pdf_T in starts.items() if utt_id in train}
+        for number in range(1, _GAUSSIAN_PASSES + 1):
+            passes = Progress(report, f"alignment: {name}, pass {number} of at most {_GAUSSIAN_PASSES}", len(states))
+            logliks = forced_alignment.score_by_gaussians(speech, states, oov, x_TK)
+            done = forced_alignment.realign(speech, states, logliks, oov, each=passes.each)
             changed = forced_alignment.share_changed(states, done.states)
             states = done.states
             if changed < FEW_CHANGES:
                 break
         report(f"align: {name}, then Gaussians: log-likelihood {-done.cost_per_frame:.3f} per frame")
-        found.append(done)
-    return min(found, key=lambda done: done.cost_per_frame)
+        found.append((done, logliks, {utt_id: pdf_T for utt_id, pdf_T in starts.items() if utt_id not in train}))
+    best, logliks, held_out = min(found, key=lambda one: one[0].cost_per_frame)
+    others = forced_alignment.realign(speech, held_out, logliks, oov, each=Progress(report, "alignment: held-out speech").each)
+    return Realigned({**best.states, **others.states}, best.lost + others.lost, best.cost_per_frame)
 
 
 def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) -> Scores:
@@ -199,7 +210,9 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     logliks = computed_log_likelihoods((features.train, features.valid, features.test), config.egs, model, prior_P)
     # the states of a graph of the data have separate numbers, and may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
-    done = forced_alignment.realign(speech, _labels(speech), logliks, config.data.oov_word, given, tied)
+    labels = _labels(speech)
+    progress = Progress(report, "alignment", len(labels))
+    done = forced_alignment.realign(speech, labels, logliks, config.data.oov_word, given, tied, progress.each)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
     report(f"align: {counted(len(states), 'utterance')}, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")

@@ -51,9 +51,13 @@ def test_gaussians_are_those_of_the_formula() -> None:
     pdf_T[:2] = 3  # a state with too few frames
     train_TK, x_TK = rng.normal(size=(60, 3)), rng.normal(size=(9, 3))
     train_TK[pdf_T == 1, 2] = 5.0  # a state without variance
-    fast = gaussians.Gaussians.fit(lambda: [(train_TK, pdf_T)], 5).log_likelihood(x_TK)
+    fitted = gaussians.Gaussians.fit(lambda: [(train_TK, pdf_T)], 5)
+    fast = fitted.log_likelihood(x_TK)
     slow = reference.log_likelihood(x_TK, train_TK, pdf_T, 5, floor=gaussians.VARIANCE_FLOOR, fewest=gaussians.FEWEST_FRAMES)
     np.testing.assert_allclose(fast, slow, rtol=2e-5)  # returned in float32
+    some = fitted.log_likelihood(x_TK, [0, 3])
+    np.testing.assert_allclose(some[:, [0, 3]], slow[:, [0, 3]], rtol=2e-5)
+    assert not some[:, [1, 2, 4]].any()
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [7, 8, 4000]])
@@ -78,7 +82,7 @@ def test_features_that_are_not_kept_give_the_same_alignment(monkeypatch: pytest.
 
     def aligned() -> States:
         states = forced_alignment.silence_start(corpus, "")
-        scores = forced_alignment.score_by_gaussians(corpus, states)
+        scores = forced_alignment.score_by_gaussians(corpus, states, "", forced_alignment.Decorrelated(corpus))
         return forced_alignment.realign(corpus, states, scores, "").states
     kept = aligned()
     monkeypatch.setattr(forced_alignment, "FRAMES_AT_ONCE", 10)
@@ -142,7 +146,7 @@ def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Co
     corpus = corpus_of(train, valid, test)
     states = start(corpus, "")
     for _ in range(12):
-        logliks = forced_alignment.score_by_gaussians(corpus, states)
+        logliks = forced_alignment.score_by_gaussians(corpus, states, "", forced_alignment.Decorrelated(corpus))
         states = forced_alignment.realign(corpus, states, logliks, "").states
     found_T = np.concatenate([states[utt_id] for utt_id in train.frames.utt_ids])
     assert (found_T == truth_T).mean() > share

@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
-from ngsgd.counting import counted
+from ngsgd.counting import counted, duration
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import CONFIG, JSON, Parser, out_of_range
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
-from ngsgd.launcher.text import duration
 from ngsgd.planning.planner import Link, Spread
 from ngsgd.planning.simulated_cluster import SimulatedCluster, expected
 from ngsgd.training.records import OuterIterationRecord, SubsetScore, Tracker

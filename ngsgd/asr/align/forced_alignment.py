@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ SMOOTHING = 5
 _SEARCH = decoding.Search(acoustic_scale=1.0, beam=200.0, max_active=1_000_000)
 _WIDER = replace(_SEARCH, beam=1600.0)  # for an utterance whose search failed
 
+Each = Callable[[Iterable[Any]], Iterable[Any]]  # such as `Progress.each`
 States = Mapping[str, PdfIds]  # utt_id -> states of its frames
 # utt_id -> T x P: log densities, or log posteriors minus log priors
 Scores = Mapping[str, npt.NDArray[np.float32]]
@@ -93,12 +95,20 @@ def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> Pd
     return np.array(states, dtype=np.int32)[np.arange(num_frames) * len(states) // num_frames]
 
 
-def score_by_gaussians(corpus: Corpus, states: States) -> Scores:
-    """T x P scores of every utterance from Gaussians of the training set; computed when read."""
-    x_TK = Decorrelated(corpus)
+def score_by_gaussians(corpus: Corpus, states: States, oov: str, x_TK: Decorrelated) -> Scores:
+    """T x P scores from Gaussians of the training set; computed when read, for the states of the
+    words of the utterance.
+    """
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
     fitted = Gaussians.fit(lambda: x_TK.pieces((utt_id, states[utt_id]) for utt_id in train), corpus.num_pdfs)
-    return Computed(list(x_TK), lambda utt_id: fitted.log_likelihood(x_TK[utt_id]))
+    topology, words_of = corpus.language.topology, {utt_id: words for utt_id, words, _ in _utterances(corpus, oov)}
+
+    def compute(utt_id: str) -> npt.NDArray[np.float32]:
+        phones = {phone for word in words_of[utt_id] for phones in topology.lexicon[word] for phone in phones}
+        pdfs = {*topology.silence_pdfs, *topology.pdfs_of(tuple(phones))}
+        return fitted.log_likelihood(x_TK[utt_id], sorted(pdfs))
+
+    return Computed(list(x_TK), compute)
 
 
 class Computed(Mapping[str, npt.NDArray[np.float32]]):
@@ -129,36 +139,36 @@ class Realigned:
 
 
 def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
-            given: graphs.Graph | None = None, tied: Language | None = None) -> Realigned:
+            given: graphs.Graph | None = None, tied: Language | None = None, each: Each = iter) -> Realigned:
     """Find the best path of each utterance in `states` through the graph of its transcript.
 
     `oov` replaces words missing in the lexicon, and `logliks` are read once. A `given` decoding
     graph has its own numbering of states, which the result has too. `logliks` may be of the tied
-    states of a language `tied`; the result has the states of the phones of the lexicon.
+    states of a language `tied`; the result has the states of the phones of the lexicon. `each`
+    yields the names of utterances.
     """
     realigned, lost, cost, num_frames = {}, [], 0.0, 0
     in_context = graphs.graphs_in_context(tied) if tied else None
-    for utt_id, words, length in _utterances(corpus, oov):
-        if utt_id in states:
-            if tied and in_context:
-                graph = graphs.of_transcript_in_context(tied, in_context, words)
-            elif given:
-                graph = graphs.within(given, words)
-            else:
-                graph = graphs.of_transcript(corpus.language.topology, words)
-            loglik_TP = logliks[utt_id]
-            path = decoding.best_path(graph, loglik_TP, _SEARCH)
-            if not path.is_complete:
-                path = decoding.best_path(graph, loglik_TP, _WIDER)
-            realigned[utt_id] = states[utt_id]
-            if not path.is_complete:
-                lost.append(utt_id)
-                continue
-            if graph.phone_states is None:
-                realigned[utt_id] = path.pdf_T
-            else:
-                realigned[utt_id] = np.array(graph.phone_states, np.int32)[path.pdf_T]
-            cost, num_frames = cost + path.cost, num_frames + length
+    for utt_id, words, length in each(one for one in _utterances(corpus, oov) if one[0] in states):
+        if tied and in_context:
+            graph = graphs.of_transcript_in_context(tied, in_context, words)
+        elif given:
+            graph = graphs.within(given, words)
+        else:
+            graph = graphs.of_transcript(corpus.language.topology, words)
+        loglik_TP = logliks[utt_id]
+        path = decoding.best_path(graph, loglik_TP, _SEARCH)
+        if not path.is_complete:
+            path = decoding.best_path(graph, loglik_TP, _WIDER)
+        realigned[utt_id] = states[utt_id]
+        if not path.is_complete:
+            lost.append(utt_id)
+            continue
+        if graph.phone_states is None:
+            realigned[utt_id] = path.pdf_T
+        else:
+            realigned[utt_id] = np.array(graph.phone_states, np.int32)[path.pdf_T]
+        cost, num_frames = cost + path.cost, num_frames + length
     return Realigned(realigned, tuple(lost), cost / max(1, num_frames))
 
 
@@ -169,15 +179,15 @@ def share_changed(before: States, after: States) -> float:
 
 
 class Decorrelated(Mapping[str, Matrix]):
-    """T x K decorrelated features of all sets, in memory; of large corpora computed when read."""
+    """T x K decorrelated features of all sets; computed when read, but for a small training set."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._sets = (corpus.train, corpus.valid, corpus.test)
         self._axes = Axes.of(corpus.train.frames.features_TD)
         self._place = {utt_id: (speech.frames, u) for speech in self._sets for u, utt_id in enumerate(speech.frames.utt_ids)}
         self._kept: dict[str, Matrix] = {}
-        if sum(speech.frames.num_frames for speech in self._sets) <= FRAMES_AT_ONCE:
-            self._kept = {utt_id: self[utt_id] for utt_id in self}
+        if corpus.train.frames.num_frames <= FRAMES_AT_ONCE:
+            self._kept = {utt_id: self[utt_id] for utt_id in corpus.train.frames.utt_ids}
 
     def __getitem__(self, utt_id: str) -> Matrix:
         if utt_id in self._kept:

@@ -2,13 +2,14 @@
 
 A network can learn wrong labels and then confirm them. A Gaussian describes what most of its frames
 share. Features are decorrelated first (principal axes), and time differences are appended.
-Letters: T frames, D features, K decorrelated features with differences, P pdfs.
+Letters: T frames, D features, K decorrelated features with differences, P pdfs,
+S some of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,12 +102,16 @@ class Gaussians:
         rare_P1 = (count_P < FEWEST_FRAMES)[:, None]
         return cls(np.where(rare_P1, all_mean_K, mean_PK), np.where(rare_P1, all_variance_K, variance_PK))
 
-    def log_likelihood(self, x_TK: Matrix) -> npt.NDArray[np.float32]:
-        """Return T x P log densities."""
-        precision_PK = 1 / self.variance_PK
-        constant_P = -0.5 * (np.log(self.variance_PK) + self.mean_PK**2 * precision_PK + math.log(2 * math.pi)).sum(axis=1)
-        quadratic_TP = -0.5 * x_TK**2 @ precision_PK.T + x_TK @ (self.mean_PK * precision_PK).T
-        return np.asarray(quadratic_TP + constant_P, dtype=np.float32)
+    def log_likelihood(self, x_TK: Matrix, pdfs: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
+        """Return T x P log densities; with `pdfs` those of other states are 0."""
+        some = slice(None) if pdfs is None else list(pdfs)
+        mean_SK, variance_SK = self.mean_PK[some], self.variance_PK[some]
+        precision_SK = 1 / variance_SK
+        constant_S = -0.5 * (np.log(variance_SK) + mean_SK**2 * precision_SK + math.log(2 * math.pi)).sum(axis=1)
+        quadratic_TS = -0.5 * x_TK**2 @ precision_SK.T + x_TK @ (mean_SK * precision_SK).T
+        loglik_TP = np.zeros((len(x_TK), len(self.mean_PK)), np.float32)
+        loglik_TP[:, some] = quadratic_TS + constant_S
+        return loglik_TP
 
 
 def time_differences(x_TK: Matrix) -> Matrix:

@@ -1,8 +1,8 @@
 """Computation of shards in parallel processes, also of several computers with one `data.cache_dir`.
 
 Files are locked while they are computed. A process is this module: it reads lines of JSON, the
-settings and then one shard at a time, replies to each with an `Answer`, and ends with its standard
-input. It is not a fork, because the caller may run threads.
+settings and then one shard at a time, replies to each with numbers of utterances that are done and
+an `Answer`, and ends with its standard input. It is not a fork, because the caller may run threads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from ngsgd import files
 from ngsgd.asr.corpora import sharding
@@ -30,6 +31,7 @@ from ngsgd.asr.corpora.sharding import SHARD_S, Shard
 from ngsgd.asr.features.audio import Reader
 from ngsgd.config import FeatureConfig
 from ngsgd.counting import counted
+from ngsgd.phase import Progress
 
 # between two questions whether the shards of other processes are complete
 _WAIT_S = 0.5
@@ -54,18 +56,21 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
     # a process takes a second to start, as long as some minutes of speech
     num_worth = math.ceil(sum(shard.seconds for shard in pending) / SHARD_S)
     num_processes = min(num_processes or min(len(os.sched_getaffinity(0)), num_worth), len(pending))
-    if len(shards) > 1 and pending:
+    if not pending:
+        return
+    if len(shards) > 1:
         report(f"features: {counted(len(shards), 'shard')}, of which {len(shards) - len(pending)} "
                f"exist already; {counted(num_processes, 'process', 'processes')}")
+    progress = Progress(report, "computing features", sum(len(shard.at) for shard in pending))
     with _processes(config, folder, num_processes if num_processes > 1 else 0) as idle:
         while pending:
-            answers = _parallel(pending, idle, num_processes) if num_processes > 1 else \
+            answers = _parallel(pending, idle, num_processes, progress) if num_processes > 1 else \
                 [Answer.FAILED] * len(pending)
             left = []
             with contextlib.closing(Reader(config.sample_rate_hz, resample=config.resample)) as reader:
                 for shard, answer in zip(pending, answers, strict=True):
                     # a failed one is computed here, for the error
-                    if answer is Answer.FAILED and sharding.compute(shard, config, folder, reader):
+                    if answer is Answer.FAILED and sharding.compute(shard, config, folder, reader, progress.each):
                         continue
                     if answer is not Answer.DONE:
                         left.append(shard)
@@ -77,7 +82,7 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
 Processes = queue.SimpleQueue["subprocess.Popen[bytes]"]
 
 
-def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int) -> list[Answer]:
+def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int, progress: Progress) -> list[Answer]:
     """Send each shard to a process; after a failure the others are skipped."""
     stop = threading.Event()
 
@@ -87,7 +92,8 @@ def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int) -> li
         process = idle.get()
         assert process.stdout is not None
         _send(process, json.dumps(shard.to_json()))
-        line = process.stdout.readline().decode().strip()
+        while (line := process.stdout.readline().decode().strip()).isdecimal():
+            progress.add(int(line))
         # an empty line: it died
         found = Answer(line) if line else Answer.FAILED
         idle.put(process)
@@ -137,14 +143,30 @@ def main() -> None:
     reader = Reader(config.sample_rate_hz, resample=config.resample)
     for line in sys.stdin:
         try:
-            is_done = sharding.compute(Shard.of_json(json.loads(line)), config, folder, reader)
+            is_done = sharding.compute(Shard.of_json(json.loads(line)), config, folder, reader, _each)
             answer = Answer.DONE if is_done else Answer.BUSY
         except Exception:
             # the caller reports it
             answer = Answer.FAILED
-        # the caller was killed: the file remains for the next one
-        with contextlib.suppress(BrokenPipeError):
-            print(answer, flush=True)
+        _tell(answer)
+
+
+def _each(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield utterances, and tell once a second how many are done."""
+    done, told_s = 0, time.monotonic()
+    for item in items:
+        yield item
+        done += 1
+        if time.monotonic() - told_s >= 1.0:
+            _tell(done)
+            done, told_s = 0, time.monotonic()
+    _tell(done)
+
+
+def _tell(answer: object) -> None:
+    # the caller was killed: the file remains for the next one
+    with contextlib.suppress(BrokenPipeError):
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":

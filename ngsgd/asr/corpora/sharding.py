@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DataError
 
 SHARD_S = 600.0
+# such as `Progress.each`
+Each = Callable[[Iterable[Any]], Iterable[Any]]
 _GIVEN_S = 10.0  # assumed length of an utterance whose features are given
 # memory-mapped at once: each has a file descriptor and its pages
 _OPEN_SHARDS = 4
@@ -140,21 +142,21 @@ def _seconds(one: data_dir.UtteranceEntry, sample_rate_hz: int) -> float:
         return 0.0
 
 
-def compute(shard: Shard, config: FeatureConfig, folder: Path, reader: Reader) -> bool:
-    """Compute the features of a shard, unless they exist; `reader` keeps the last recording open.
-    Returns False if another process computes it. Raises DataError for damaged data, OSError if the
-    disk is full.
+def compute(shard: Shard, config: FeatureConfig, folder: Path, reader: Reader, each: Each) -> bool:
+    """Compute the features of a shard, unless they exist; `reader` keeps the last recording open,
+    and `each` yields utterances. Returns False if another process computes it. Raises DataError for
+    damaged data, OSError if the disk is full.
     """
     path = folder / shard.file_name
     with shared_work.lock(path.with_suffix(shared_work.LOCK)) as is_mine:
         if is_mine and not is_complete(path):
             part = shard.part
             if config.kind == "given":
-                framed = list(data_dir.given(shard.entries, part.folder))
+                framed = list(each(data_dir.given(shard.entries, part.folder)))
             else:
                 said = augment.for_set("train", data_dir.spoken(shard.entries, config, reader), part.changes,
                                        sample_rate_hz=config.sample_rate_hz, is_checked=True)
-                framed = [speech_set.frame(one, config) for one in said]
+                framed = [speech_set.frame(one, config) for one in each(said)]
             offsets = np.cumsum([0, *(len(one.features_TD) for one in framed)], dtype=np.int64)
             stats = np.array([cmvn.statistics(one.features_TD) for one in framed])
             names = json.dumps([[one.utt_id for one in framed], [one.speaker for one in framed]])

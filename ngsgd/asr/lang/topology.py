@@ -29,7 +29,7 @@ class Topology:
     def num_pdfs(self) -> int:
         return self.num_silence_states + STATES_PER_PHONE * len(self.phones)
 
-    @property
+    @cached_property
     def words(self) -> tuple[str, ...]:
         return tuple(self.lexicon)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from ngsgd.counting import duration
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import simulate
 from ngsgd.launcher.commands.cluster.simulate import Summary, VirtualProgress
-from ngsgd.launcher.text import duration
 from ngsgd.planning.planner import Spread
 from ngsgd.training.records import SubsetScore
 from tests.integration.service import TINY

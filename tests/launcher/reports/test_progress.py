@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import pytest
 
+from ngsgd.counting import duration
 from ngsgd.launcher.reports.progress import ProgressTracker, compact, figures_in, final_lines, iteration_line, status_line
-from ngsgd.launcher.text import duration
 from ngsgd.phase import Phase
 from ngsgd.training.records import Incident, OuterIterationRecord
 from ngsgd.word_errors import WordErrors
