@@ -43,6 +43,9 @@ class Progress:
     def each(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items, which may be a part of all."""
         for item in items:
+            if not self._done:
+                # what came before the first one is not repeated
+                self._begun = time.monotonic()
             yield item
             self.add(1)
 
