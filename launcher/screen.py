@@ -27,7 +27,7 @@ Status = Callable[[int], str]
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a status line can be shown: no closed stream, log, or notebook, which keeps each frame."""
+    """Whether a status line can be shown; a log and a notebook would keep each frame."""
     is_tty = not stream.closed and stream.isatty()
     return is_tty and os.environ.get("TERM") not in ("dumb", "unknown") and "JPY_PARENT_PID" not in os.environ
 

@@ -44,7 +44,7 @@ class Progress:
         """Yield the items, which may be a part of all."""
         for item in items:
             if not self._done:
-                # what came before the first one is not repeated
+                # the preparation of the first one is not repeated
                 self._begun = time.monotonic()
             yield item
             self.add(1)

@@ -1,4 +1,4 @@
-"""What a test does to its process ends with it: the second case of a test reads what the first one set."""
+"""Changes of a process end with their test: the second case reads the state of the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generator with a pool of threads may be closed anywhere: garbage collection runs in any thread."""
+"""A generator with a pool of threads may be closed in any thread, by garbage collection."""
 
 from __future__ import annotations
 

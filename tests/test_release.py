@@ -57,8 +57,8 @@ def test_everything_that_make_installs_has_one_version() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {canonicalize_name(line.split("==")[0]) for line in lines}
     [extras] = re.findall(r"-e '\.\[(.+)\]'", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    # torch names the versions of what it needs, which differ between CPUs and GPUs
-    wanted, seen = [("ngsgd", extras.split(","))], {("torch",)}
+    # torch pins its own requirements, which differ between CPUs and GPUs
+    wanted, seen = [("ngsgd", extras.split(","))], set[tuple[str, ...]]([("torch",)])
     while wanted:
         name, extras_of_it = wanted.pop()
         for line in importlib.metadata.requires(name) or []:

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 print(f"          {python} is not here: the source was not compiled for it")
         for name in ("3.12", "3.13"):
-            # torch as PyPI has it, for GPUs: its requirements are others than those of a build for CPUs
+            # torch of PyPI, which is built for GPUs and has other requirements
             run(tools / "pip", "install", "--quiet", "--dry-run", "--python-version", name,
                 "--only-binary", ":all:", "--target", folder / "none",
                 "-c", clone / "constraints.txt", "torch", where=folder)

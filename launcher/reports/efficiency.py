@@ -23,8 +23,7 @@ class Efficiency:
 
     # results that entered an average
     num_counted: int = 0
-    # jobs planned, without sound results that are not averaged by design
-    # (schedule.early_rules)
+    # jobs planned, without sound results that are not averaged by design (schedule.early_rules)
     num_possible: int = 0
     # of counted jobs, from the first minibatch to the last
     minibatch_s: float = 0.0

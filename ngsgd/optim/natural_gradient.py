@@ -15,16 +15,8 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.max_change import row_product_factor
+from ngsgd.optim import layers
 from ngsgd.optim.groups import name_of
-from ngsgd.optim.layers import (
-    FisherSettings,
-    LayerContext,
-    LayerPreconditioner,
-    attach,
-    detach_all,
-    natural_class,
-    weight_of,
-)
 from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.common import mean_over_ranks
@@ -35,7 +27,7 @@ from ngsgd.optim.rule import Group, Minibatch, Rule, Step, Stepped, StepRecord
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger("ngsgd.optim.ngsgd")
-_SETTINGS = tuple(field.name for field in fields(FisherSettings))
+_SETTINGS = tuple(field.name for field in fields(layers.FisherSettings))
 # key of the estimates in a state_dict
 STATE = "natural_gradient"
 _MANY_FALLBACKS = 0.3  # fraction of all parameters
@@ -55,7 +47,7 @@ class NaturalGradient(Rule):
         max_change_per_sample, cosine_period: see `NGSGD`.
     """
 
-    def __init__(self, update: Rule, context: LayerContext, preconditioners: dict[str, LayerPreconditioner], *,
+    def __init__(self, update: Rule, context: layers.LayerContext, preconditioners: dict[str, layers.LayerPreconditioner], *,
                  settings: Mapping[str, Any], fallback: str | None, is_mean: bool, max_change_per_sample: float = 0.0,
                  cosine_period: int = 0) -> None:
         self.update, self.context, self.preconditioners, self.settings = update, context, preconditioners, settings
@@ -112,7 +104,7 @@ class NaturalGradient(Rule):
 
     def check(self, model: nn.Module) -> None:
         for name, layer in self.layers.items():
-            if weight_of(layer) is not self.preconditioners[name].weight:
+            if layers.weight_of(layer) is not self.preconditioners[name].weight:
                 raise ConfigError(f"the weight of {name} is no longer its parameter, as after a parametrization "
                                   "or pruning; create the optimizer after that.")
 
@@ -126,7 +118,7 @@ class NaturalGradient(Rule):
     def attach(self, optimizer: Stepped) -> None:
         is_new = self.detach is None
         if self.detach is None:
-            self.detach = weakref.finalize(optimizer, detach_all, self.layers, self.context)
+            self.detach = weakref.finalize(optimizer, layers.detach_all, self.layers, self.context)
             self.detach.atexit = False
         model, groups = optimizer.model, optimizer.param_groups
         self._attach_layers(model, groups)
@@ -156,7 +148,7 @@ class NaturalGradient(Rule):
                                                  "intended.")
 
     def _attach_layers(self, model: nn.Module, groups: Sequence[Group]) -> None:
-        settings = {group["name"]: FisherSettings(**{key: group[key] for key in _SETTINGS}) for group in groups}
+        settings = {group["name"]: layers.FisherSettings(**{key: group[key] for key in _SETTINGS}) for group in groups}
         owners = {id(p): group["name"] for group in groups for p in group["params"]}
         mixed = _weights_of_mixed_kinds(model)
         others = {group["name"] for group in groups if group["rule"] != "natural"}
@@ -164,13 +156,13 @@ class NaturalGradient(Rule):
         uncalled = {id(layer.out_proj) for layer in model.modules() if isinstance(layer, nn.MultiheadAttention)}
         for name, layer in model.named_modules():
             key = name or name_of(model)
-            weight = id(weight_of(layer))
+            weight = id(layers.weight_of(layer))
             if weight in owners and weight not in mixed and key not in self.layers and id(layer) not in uncalled:
                 # A weight that several layers share is in the group of the first of them.
                 group = owners[weight] if owners[weight].partition("#")[0] == key or key not in settings else key
                 if group in others:
                     continue
-                preconditioner = attach(layer, settings[group], self.context)
+                preconditioner = layers.attach(layer, settings[group], self.context)
                 if preconditioner is not None:
                     self.layers[key], self.preconditioners[key] = layer, preconditioner
                     for side, estimate in preconditioner.sides.items():
@@ -303,6 +295,6 @@ def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
         for module in model.modules()
         for p in module.parameters(recurse=False)
         if not (
-            isinstance(module, (NaturalGradientLayer, FastLinear)) or natural_class(type(module))
+            isinstance(module, (NaturalGradientLayer, FastLinear)) or layers.natural_class(type(module))
         )
     }

@@ -138,10 +138,7 @@ def coarse(config: DecodeConfig) -> DecodeConfig:
 
 
 def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Mapping[str, npt.NDArray[np.float32]], report: Report) -> WordErrors:
-    """Return the errors on valid at the best of some scales and penalties.
-
-    `logliks` has the T x P scores of each utterance by its name.
-    """
+    """Return the errors on valid with the best of some weights; `logliks` are by utterance."""
     language, valid, config = corpus.language, corpus.valid, coarse(config)
     num_decoded = len(config.acoustic_scales) * len(config.word_penalties) * len(valid.texts)
     tried = evaluation.sweep(

@@ -18,24 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ngsgd import interface, process_identity
+from ngsgd import files, interface, process_identity
 from ngsgd.errors import CheckpointError, ConfigChangedError, ConfigError
-from ngsgd.files import (
-    fsync,
-    lines_from_end,
-    make_directories,
-    new_file,
-    parse_json_lines,
-    read_json,
-    read_log,
-    read_regular_text,
-    remove_abandoned,
-    sealed,
-    sha256,
-    unsealed,
-    write_errors_named,
-    write_text,
-)
 from ngsgd.interface import option
 from ngsgd.object_storage.urls import is_url, local_root
 from ngsgd.runs import stored_run
@@ -137,9 +121,9 @@ class RunFolder:
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):
             folder = cls(place.path or root / (name + suffix))
             try:
-                make_directories(root)
+                files.make_directories(root)
                 if place.path:
-                    make_directories(place.path)
+                    files.make_directories(place.path)
                     place.require_empty()
                 else:
                     folder.path.mkdir()
@@ -155,18 +139,18 @@ class RunFolder:
                     continue
                 folder.checkpoints.mkdir()
                 # before config.yaml, which allows resuming: resumed runs sync only their files
-                with write_errors_named(folder.path):
-                    fsync(root)
+                with files.write_errors_named(folder.path):
+                    files.fsync(root)
                     # the process that created the output directory may have been killed before
                     # it synced its name
                     with contextlib.suppress(PermissionError):
-                        fsync(root.resolve().parent)
+                        files.fsync(root.resolve().parent)
                 # before the first job: a run without its configuration cannot be resumed
-                write_text(folder.config, with_digest(config_yaml))
-                write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
+                files.write_text(folder.config, with_digest(config_yaml))
+                files.write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
                 for file, text in place.files.items():
-                    make_directories((folder.path / file).parent)
-                    write_text(folder.path / file, text)
+                    files.make_directories((folder.path / file).parent)
+                    files.write_text(folder.path / file, text)
             except OSError:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
@@ -191,7 +175,7 @@ class RunFolder:
     def run_id(self) -> str:
         """Random id, so that no folder of another user passes as this run; empty if unreadable."""
         try:
-            return read_regular_text(self.path / self.RUN_ID, max_bytes=1024).strip()
+            return files.read_regular_text(self.path / self.RUN_ID, max_bytes=1024).strip()
         except (OSError, ValueError):
             return ""
 
@@ -217,18 +201,18 @@ class RunFolder:
 
     def mark_finished(self) -> None:
         """Record that the run is complete."""
-        write_text(self.finished, json.dumps(sealed("results", self._results()), indent=1))
+        files.write_text(self.finished, json.dumps(files.sealed("results", self._results()), indent=1))
 
     def is_finished(self) -> bool:
         """Whether the last process that trained finished the run, and the results are unchanged."""
         try:
-            return unsealed("results", read_json(self.finished)) == self._results()
+            return files.unsealed("results", files.read_json(self.finished)) == self._results()
         except (OSError, ValueError):
             return False
 
     def _results(self) -> dict[str, Any]:
-        files = [self.config, self.decode / "wer.json", self.metrics, *sorted(self.final.rglob("*"))]
-        return {str(file.relative_to(self.path)): sha256(file) for file in files if file.is_file()}
+        results = [self.config, self.decode / "wer.json", self.metrics, *sorted(self.final.rglob("*"))]
+        return {str(file.relative_to(self.path)): files.sha256(file) for file in results if file.is_file()}
 
     def last_error(self) -> dict[str, Any]:
         """Content of error.json (`failure_record.describe`); empty where there is none."""
@@ -239,7 +223,7 @@ class RunFolder:
         """Hold the lock, or raise RunLockedError; remove temporary files of killed processes."""
         with RunLock(self.lock, purpose, self._last_fence(), warn) as lock:
             for directory in (self.path, self.checkpoints, self.models):
-                remove_abandoned(directory)
+                files.remove_abandoned(directory)
             if not stored_run.url_of(self.path):
                 yield lock
                 return
@@ -253,8 +237,8 @@ class RunFolder:
         if not self.ledger.is_file():
             return 0
         largest = 0
-        with contextlib.closing(lines_from_end(self.ledger)) as lines:
-            for found in itertools.chain.from_iterable(parse_json_lines(line) for line, _ in lines):
+        with contextlib.closing(files.lines_from_end(self.ledger)) as lines:
+            for found in itertools.chain.from_iterable(files.parse_json_lines(line) for line, _ in lines):
                 if type(fence := found.get("fence")) is int:
                     largest = max(largest, fence)
                     if found.get("event") == "started":
@@ -264,7 +248,7 @@ class RunFolder:
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
         """Store the identity of the training process; a killed process leaves the file behind."""
-        write_text(self.process, json.dumps(process_identity.current()))
+        files.write_text(self.process, json.dumps(process_identity.current()))
         try:
             yield
         finally:
@@ -279,7 +263,7 @@ class RunFolder:
         """
         for made, kept in ((extractor, self.ivectors), (adaptation, self.adaptation)):
             if made is not None and not kept.exists():
-                with new_file(kept) as temporary:
+                with files.new_file(kept) as temporary:
                     shutil.copyfile(made, temporary)
         known = self._known_data() if self.data.exists() else {}
         if known and known["digest"] != digest:
@@ -287,7 +271,7 @@ class RunFolder:
         about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment, "key": key}
         # with the same data, other settings or times of the source files give another key
         if known.get("key") != key:
-            write_text(self.data, json.dumps(sealed("prepared data", about), indent=1))
+            files.write_text(self.data, json.dumps(files.sealed("prepared data", about), indent=1))
 
     def archives(self, key: str) -> Path | None:
         """Archives that were recorded with this key by `remember_data`; None for another key."""
@@ -300,7 +284,7 @@ class RunFolder:
 
     def _known_data(self) -> dict[str, Any]:
         try:
-            about = unsealed("prepared data", read_json(self.data))
+            about = files.unsealed("prepared data", files.read_json(self.data))
             if not isinstance(about.get("digest"), str):
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:
@@ -316,7 +300,7 @@ def with_digest(config_yaml: str) -> str:
 
 def require_unchanged(config: Path, *, accept: bool = False) -> bool:
     """Whether config.yaml was changed since the run began; ConfigChangedError unless `accept`."""
-    text = read_log(config)
+    text = files.read_log(config)
     body, mark, digest = text.rpartition(_DIGEST)
     if not mark:
         body = text
@@ -328,7 +312,7 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
                               f"{option('accept-changed-config')}; otherwise the file is damaged, and its "
                               "settings may differ from those at the start.")
     # permanent: the checksum is that of the current content
-    write_text(config, with_digest(body))
+    files.write_text(config, with_digest(body))
     return True
 
 
@@ -340,7 +324,7 @@ def check_output_dir(config: RunConfig) -> None:
         stored_run.check_output_url(config.output_dir)
         return
     try:
-        make_directories(Path(config.output_dir))
+        files.make_directories(Path(config.output_dir))
         with tempfile.TemporaryFile(dir=config.output_dir):
             pass
     except OSError as error:

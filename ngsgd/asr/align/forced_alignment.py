@@ -96,9 +96,7 @@ def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> Pd
 
 
 def score_by_gaussians(corpus: Corpus, states: States, oov: str, x_TK: Decorrelated) -> Scores:
-    """T x P scores from Gaussians of the training set; computed when read, for the states of the
-    words of the utterance.
-    """
+    """T x P scores from Gaussians of the training set; computed when read, for states of words."""
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
     fitted = Gaussians.fit(lambda: x_TK.pieces((utt_id, states[utt_id]) for utt_id in train), corpus.num_pdfs)
     topology, words_of = corpus.language.topology, {utt_id: words for utt_id, words, _ in _utterances(corpus, oov)}

@@ -1,8 +1,8 @@
 """Computation of shards in parallel processes, also of several computers with one `data.cache_dir`.
 
-Files are locked while they are computed. A process is this module: it reads lines of JSON, the
-settings and then one shard at a time, replies to each with numbers of utterances that are done and
-an `Answer`, and ends with its standard input. It is not a fork, because the caller may run threads.
+Files are locked while they are computed. A process is this module. It reads lines of JSON, the
+settings and then one shard at a time, and ends with its standard input. It replies to each shard
+with numbers of utterances that are done, and with an `Answer`. It is not a fork, because the caller may run threads.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def _each(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield utterances, and tell once a second how many are done."""
+    """Yield utterances, and report once a second how many are done."""
     done, told_s = 0, time.monotonic()
     for item in items:
         yield item

@@ -25,43 +25,27 @@ from typing import Any
 from torch import nn
 
 # registers the operators that layers call in a compiled graph
-from ngsgd.optim.layers import compiled  # noqa: F401
-from ngsgd.optim.layers.attention import (
-    NaturalGradientMultiheadAttention,
-    NaturalGradientOutProjection,
-)
+from ngsgd.optim.layers import attention, compiled, convolution, scale_offset  # noqa: F401
 from ngsgd.optim.layers.base import OWNER
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
-from ngsgd.optim.layers.convolution import (
-    FilterPreconditioner,
-    NaturalGradientConv1d,
-    NaturalGradientConv2d,
-    NaturalGradientConv3d,
-    ObservedTdnn,
-    SplicedPreconditioner,
-)
 from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, ObservedLinear
 from ngsgd.optim.layers.linear import NaturalGradientLinear, NaturalGradientTransposedLinear
-from ngsgd.optim.layers.scale_offset import (
-    NaturalGradientBatchNorm1d,
-    NaturalGradientBatchNorm2d,
-    NaturalGradientBatchNorm3d,
-    NaturalGradientGroupNorm,
-    NaturalGradientLayerNorm,
-    NaturalGradientRMSNorm,
-    ScaleOffsetPreconditioner,
-)
 
 # Exact classes, because a subclass may compute something else.
 NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: NaturalGradientLinear,
-    nn.Conv1d: NaturalGradientConv1d, nn.Conv2d: NaturalGradientConv2d, nn.Conv3d: NaturalGradientConv3d,
-    nn.LayerNorm: NaturalGradientLayerNorm, nn.RMSNorm: NaturalGradientRMSNorm, nn.GroupNorm: NaturalGradientGroupNorm,
-    nn.BatchNorm1d: NaturalGradientBatchNorm1d, nn.BatchNorm2d: NaturalGradientBatchNorm2d,
-    nn.BatchNorm3d: NaturalGradientBatchNorm3d,
-    nn.MultiheadAttention: NaturalGradientMultiheadAttention,
-    nn.modules.linear.NonDynamicallyQuantizableLinear: NaturalGradientOutProjection,
+    nn.Conv1d: convolution.NaturalGradientConv1d,
+    nn.Conv2d: convolution.NaturalGradientConv2d,
+    nn.Conv3d: convolution.NaturalGradientConv3d,
+    nn.LayerNorm: scale_offset.NaturalGradientLayerNorm,
+    nn.RMSNorm: scale_offset.NaturalGradientRMSNorm,
+    nn.GroupNorm: scale_offset.NaturalGradientGroupNorm,
+    nn.BatchNorm1d: scale_offset.NaturalGradientBatchNorm1d,
+    nn.BatchNorm2d: scale_offset.NaturalGradientBatchNorm2d,
+    nn.BatchNorm3d: scale_offset.NaturalGradientBatchNorm3d,
+    nn.MultiheadAttention: attention.NaturalGradientMultiheadAttention,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: attention.NaturalGradientOutProjection,
 }
 # Conv1D of transformers joins these two at its first use; the public constant never changes.
 _NATURAL_CLASSES = dict(NATURAL_GRADIENT_CLASSES)
@@ -145,14 +129,14 @@ def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSe
     weight = weight_of(layer)
     has_bias = bias_of(layer) is not None
     if context.observes:
-        kind = ObservedLinear if plain_class is nn.Linear else ObservedTdnn
+        kind = ObservedLinear if plain_class is nn.Linear else convolution.ObservedTdnn
         return kind(context, weight[0].numel(), len(weight), has_bias, settings)
     if issubclass(plain_class, (nn.Linear, nn.MultiheadAttention)):
         return KroneckerPreconditioner(context, weight.shape[1], len(weight), has_bias, settings)
     if plain_class is nn.Conv1d and layer.groups == 1:
-        return SplicedPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
+        return convolution.SplicedPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
     if issubclass(plain_class, nn.modules.conv._ConvNd):
-        return FilterPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
+        return convolution.FilterPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
     if issubclass(_NATURAL_CLASSES[plain_class], NaturalGradientTransposedLinear):
         return KroneckerPreconditioner(context, len(weight), weight.shape[1], has_bias, settings)
-    return ScaleOffsetPreconditioner(context, weight.numel(), has_bias, settings)
+    return scale_offset.ScaleOffsetPreconditioner(context, weight.numel(), has_bias, settings)

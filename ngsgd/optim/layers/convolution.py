@@ -17,17 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ngsgd.optim.layers import common
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import Leaves, batches, leaves_of
-from ngsgd.optim.layers.common import (
-    FisherSettings,
-    LayerContext,
-    LayerPreconditioner,
-    cast,
-    compute_dtype,
-    upcast,
-    without_autocast,
-)
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, ObservedLinear
 from ngsgd.preconditioners.fisher_stack import Number
 from ngsgd.preconditioners.online import OnlineNaturalGradient
@@ -83,7 +75,7 @@ class ObservedTdnn(ObservedLinear, SplicedPreconditioner):
     """Fisher estimates of spliced input frames of a Conv1d with one group; gradients are plain."""
 
 
-class FilterPreconditioner(LayerPreconditioner):
+class FilterPreconditioner(common.LayerPreconditioner):
     """Fisher estimates of rows of the gradient (filters with bias), and of its transpose."""
 
     needs_plain_gradient = True
@@ -95,7 +87,7 @@ class FilterPreconditioner(LayerPreconditioner):
         self.context.batch.record_filters(self, dY, dW, db, leaves)
 
     def __init__(
-        self, context: LayerContext, num_columns: int, num_filters: int, has_bias: bool, settings: FisherSettings
+        self, context: common.LayerContext, num_columns: int, num_filters: int, has_bias: bool, settings: common.FisherSettings
     ) -> None:
         def side(dim: int) -> Any:
             return context.preconditioner(_MAX_RANK, dim, settings, num_minibatches_history=_NUM_MINIBATCHES_HISTORY)
@@ -111,7 +103,7 @@ class FilterPreconditioner(LayerPreconditioner):
         if not self.is_shared:
             return self._preconditioned(dW, db, self.context.loss_scale())
         if self.bias is not None and not self.bias.requires_grad and db is not None:
-            self.context.shared.observe_bias(self, upcast(db) / self.context.loss_scale())
+            self.context.shared.observe_bias(self, common.upcast(db) / self.context.loss_scale())
         return dW, db
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
@@ -127,9 +119,9 @@ class FilterPreconditioner(LayerPreconditioner):
             own.copy_(db)
 
     def _preconditioned(self, dW: Tensor, db: Tensor | None, loss_scale: Number) -> tuple[Tensor, Tensor | None]:
-        P_OI = upcast(dW).reshape(dW.shape[0], -1)
+        P_OI = common.upcast(dW).reshape(dW.shape[0], -1)
         if db is not None:
-            P_OI = torch.cat([P_OI, upcast(db)[:, None]], dim=1)
+            P_OI = torch.cat([P_OI, common.upcast(db)[:, None]], dim=1)
         scale: Tensor | float = 1.0
         for name in ("filters", "columns"):
             call = self.sides[name].begin(P_OI, loss_scale=loss_scale)
@@ -170,7 +162,7 @@ class _Convolution(torch.autograd.Function):
         ctx.leaves = leaves_of(x, weight, bias, layer)
         ctx.input_dtype = x.dtype
         saved = weight
-        x, weight, bias = cast(dtype, x, weight, bias)
+        x, weight, bias = common.cast(dtype, x, weight, bias)
         ctx.is_cast = x.dtype != ctx.input_dtype
         ctx.save_for_backward(x, saved)
         return convolve(x, weight, bias, geometry)
@@ -181,7 +173,7 @@ class _Convolution(torch.autograd.Function):
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
         needs_weight, is_added = asked_for(ctx, 1)
         is_added = not is_differentiated(ctx) and is_added
-        with without_autocast(dY.device.type):
+        with common.without_autocast(dY.device.type):
             if is_added and batches(ctx):
                 dX = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (needs_x, False, False))[0]
                 ctx.layer.record(x, dY, weight, ctx.geometry, ctx.leaves)
@@ -258,7 +250,7 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
         weight = self.weight
         if torch.compiler.is_compiling():
             y: Tensor = torch.ops.ngsgd.convolution(
-                x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(), compute_dtype(input)
+                x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(), common.compute_dtype(input)
             )
         else:
             y = _Convolution.apply(
@@ -267,7 +259,7 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
                 self.bias,
                 self.estimates_of(weight),  # type: ignore[no-untyped-call]
                 geometry,
-                compute_dtype(input),
+                common.compute_dtype(input),
             )
         return y if x.ndim == input.ndim else y.squeeze(0)
 

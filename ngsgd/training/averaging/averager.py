@@ -149,12 +149,11 @@ class Averager:
 
 
 # A job whose data were in quarantine before it could run is skipped. It is no evidence about the
-# workers or the model, so it does not count among the jobs of which half must be
-# accepted. An outer iteration without data is committed with an unchanged model, because a
-# repetition would have no data either. If no other data are left, the run ends. If several jobs put
-# their data in quarantine at once and no other result is there, a shared cause is more likely, such
-# as a lost mount. Nothing is committed then, so that the data are tried again once the cause is
-# removed.
+# workers or the model, so it does not count among the jobs of which half must be accepted. An outer
+# iteration without data is committed with an unchanged model, because a repetition would have no
+# data either. If no other data are left, the run ends. If several jobs put their data in quarantine
+# at once and no other result is there, a shared cause is more likely, such as a lost mount. Nothing
+# is committed then, so that the data are tried again once the cause is removed.
 
 # shards that a message names
 _MAX_NAMED = 16

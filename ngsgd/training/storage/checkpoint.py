@@ -29,20 +29,8 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from ngsgd import interface
+from ngsgd import files, interface
 from ngsgd.errors import CheckpointError
-from ngsgd.files import (
-    fsync,
-    keep_digest,
-    make_directories,
-    matches_digest,
-    new_directory,
-    read_json,
-    remove_abandoned,
-    sealed,
-    sha256,
-    unsealed,
-)
 from ngsgd.training.job import Fisher
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
@@ -174,7 +162,7 @@ class CheckpointStore:
             commit = {**commit, "fence": self.lock.fence}
         checkpoint = Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit, dict(fisher), record, jobs)
         try:
-            with new_directory(self.directory / f"iter-{progress.outer_iter:06d}") as temporary:
+            with files.new_directory(self.directory / f"iter-{progress.outer_iter:06d}") as temporary:
                 whole = self._write(temporary, checkpoint)
         except OSError as error:
             raise CheckpointError(f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} "
@@ -203,10 +191,10 @@ class CheckpointStore:
                 that continued from an older one, and a later one that can read it, would write two
                 histories of the run.
         """
-        remove_abandoned(self.directory)
+        files.remove_abandoned(self.directory)
         # a killed process may not have synced the names of the last checkpoint and model
         for folder in filter(Path.is_dir, (self.directory, self.models)):
-            fsync(folder)
+            files.fsync(folder)
         # a crash may have occurred between a checkpoint and this step
         self._keep_candidates()
         problems: list[str] = []
@@ -243,7 +231,7 @@ class CheckpointStore:
         """Return the model of a candidate for the final combination, with a verified checksum."""
         path = self.models / f"iter-{outer_iter:06d}.safetensors"
         try:
-            if not matches_digest(path):
+            if not files.matches_digest(path):
                 raise ValueError("its checksum does not match")
             state = load_file(path)
             if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
@@ -286,25 +274,25 @@ class CheckpointStore:
                     if _may_be_undamaged(error.__cause__):
                         raise
                     continue
-                make_directories(self.models)
+                files.make_directories(self.models)
                 target.unlink(missing_ok=True)
-                keep_digest(target, digest)
+                files.keep_digest(target, digest)
                 try:
                     os.link(path / _MODEL, target)
                 except OSError:
                     # not every file system has links
                     shutil.copyfile(path / _MODEL, target)
-                    fsync(target)
-                fsync(self.models)
+                    files.fsync(target)
+                files.fsync(self.models)
 
     def load(self, path: Path) -> Checkpoint:
         """Load a checkpoint, verified against its checksums and the shapes of the model."""
         try:
-            manifest = unsealed("checkpoint", read_json(path / "manifest.json"))
+            manifest = files.unsealed("checkpoint", files.read_json(path / "manifest.json"))
             if _MODEL not in manifest["files"]:
                 raise ValueError("manifest.json lists no model")
             for name, expected in manifest["files"].items():
-                if sha256(path / name) != expected:
+                if files.sha256(path / name) != expected:
                     raise ValueError(f"the checksum of {name} does not match")
             fields = manifest["progress"]
             progress = Progress(**{**fields, "pending": pieces_of(fields["pending"]),
@@ -318,7 +306,7 @@ class CheckpointStore:
             for name, value in arrays.items():
                 job, layer, key = name.split("/")
                 fisher.setdefault(int(job), {}).setdefault(layer, {})[key] = value
-            record = OuterIterationRecord.from_json(read_json(path / _RECORD)) if _RECORD in manifest["files"] else None
+            record = OuterIterationRecord.from_json(files.read_json(path / _RECORD)) if _RECORD in manifest["files"] else None
         # a damaged file can raise anything in a parser; the previous checkpoint is tried then
         except Exception as error:
             if _may_be_undamaged(error):
@@ -352,13 +340,13 @@ class CheckpointStore:
             checkpoint.jobs.write(folder / _JOBS)
         if checkpoint.record:
             (folder / _RECORD).write_text(json.dumps(asdict(checkpoint.record)), encoding="utf-8")
-        digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+        digests = {path.name: files.sha256(path) for path in sorted(folder.iterdir())}
         commit = {**checkpoint.commit, "model": digests[_MODEL]}
         progress = checkpoint.progress
         fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
                   "quarantined": list(map(piece_fields, progress.quarantined))}
         manifest = {"files": digests, "numbers": dict(checkpoint.numbers), "progress": fields, "commit": commit}
-        (folder / "manifest.json").write_text(json.dumps(sealed("checkpoint", manifest), indent=1), encoding="utf-8")
+        (folder / "manifest.json").write_text(json.dumps(files.sealed("checkpoint", manifest), indent=1), encoding="utf-8")
         return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit, jobs=None)
 
     def _found(self) -> list[Path]:

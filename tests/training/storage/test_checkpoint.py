@@ -142,9 +142,10 @@ def test_a_full_or_failing_disk_is_reported_without_partial_files(
 
     def fails(path: Path) -> None:
         raise OSError(code, "No space left on device")
-    monkeypatch.setattr(files, "fsync", fails)
-    with pytest.raises(CheckpointError, match="iteration 2"):
-        store.save(at(1), state(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "fsync", fails)
+        with pytest.raises(CheckpointError, match="iteration 2"):
+            store.save(at(1), state(1))
     assert [path.name for path in store.directory.iterdir()] == ["iter-000000"]
     latest, _ = store.latest()
     assert latest is not None and latest.progress.outer_iter == 0
