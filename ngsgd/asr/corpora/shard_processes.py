@@ -2,7 +2,8 @@
 
 Files are locked while they are computed. A process is this module. It reads lines of JSON, the
 settings and then one shard at a time, and ends with its standard input. It replies to each shard
-with numbers of utterances that are done, and with an `Answer`. It is not a fork, because the caller may run threads.
+with numbers of utterances that are done, and with an `Answer`. It is not a fork, because the
+caller may run threads.
 """
 
 from __future__ import annotations
