@@ -165,7 +165,6 @@ class StreamingDecoder:
         self._graph, self._score, self._search = graph, score, search
         self._left, self._right, self._chunk, self._side = left_context, right_context, chunk_frames, side
         self._ahead = max(right_context, side.right_context if side else 0)
-        # frames that are still needed, including context
         # frames that are still needed, including context, and the index of the first of them
         self._frames, self._first = np.zeros((0, 0), np.float32), 0
         self.num_decoded = 0

@@ -7,6 +7,7 @@ L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -350,5 +351,6 @@ def _add_epsilon(fst: Any, source: int, target: int) -> None:
     _add(fst, Arc(source, target, EPSILON, EPSILON, 0.0))
 
 
+@functools.cache
 def _kaldifst() -> Any:
     return imports.load("kaldifst", extra="asr", purpose="Decoding")
