@@ -10,6 +10,8 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 from ngsgd.asr.align import forced_alignment
 from ngsgd.asr.align.forced_alignment import Realigned, Scores, States
 from ngsgd.asr.corpora import alignments, corpus
@@ -26,7 +28,7 @@ from ngsgd.files import cache_name
 from ngsgd.interface import option
 from ngsgd.models import build_model
 from ngsgd.object_storage.urls import local_root
-from ngsgd.phase import Phase, Progress
+from ngsgd.phase import Progress
 from ngsgd.pipeline.adaptation import network_input, with_ivectors
 from ngsgd.pipeline.base_run import train
 from ngsgd.pipeline.score import computed_log_likelihoods, word_errors
@@ -37,6 +39,7 @@ from ngsgd.runs.rungs import Stopwatch
 from ngsgd.tasks.frame_scores import average_posterior
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.parameter_vector import FlatLayout
+from ngsgd.training.records import OuterIterationRecord, Tracker
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.worker import never
 
@@ -127,9 +130,8 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report, kn
     tested = set(speech.test.frames.utt_ids)
     logliks: Scores = {}
     for number in range(1, num_passes + 1):
-        report(Phase(f"alignment: network {number} of {num_passes}"))
         (folder / str(number)).mkdir()
-        logliks = _learn(speech, states, settings, folder / str(number))
+        logliks = _learn(speech, states, settings, folder / str(number), report, f"alignment: network {number} of {num_passes}")
         # no network learns from the test set, so it is aligned by the last one
         aligned = {utt_id: unknown[utt_id] for utt_id in unknown if number == num_passes or utt_id not in tested}
         progress = Progress(report, f"alignment: by network {number} of {num_passes}", len(aligned))
@@ -168,7 +170,17 @@ def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> Realigne
     return Realigned({**best.states, **others.states}, best.lost + others.lost, best.cost_per_frame)
 
 
-def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) -> Scores:
+class _Iterations(Tracker):
+    """Counts the outer iterations of a small network."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        self._progress.add(1)
+
+
+def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path, report: Report, name: str) -> Scores:
     """Train a network on these states in this process; return all log-likelihoods."""
     frames, valid = speech.train.labelled(states).frames, speech.valid.labelled(states).frames
     reader = EgsReader(prepare_archives(frames, valid, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder))
@@ -176,8 +188,10 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
     layout = FlatLayout.of(model)
     spec = SpeechTaskSpec(settings, str(reader.directory))
     (folder / "checkpoints").mkdir()
+    num_iters = spec.task(torch.device("cpu")).shards().schedule(spec.settings.schedule).num_outer_iters
     end = train(spec, InProcessPool(spec, 1, 1, never), CheckpointStore(folder / "checkpoints", layout, 1),
-                first_checkpoint(layout.flatten(model.state_dict())), folder / "ledger.jsonl")
+                first_checkpoint(layout.flatten(model.state_dict())), folder / "ledger.jsonl",
+                tracker=_Iterations(Progress(report, name, num_iters, "outer iterations")))
     layout.load(model, end.parameters)
     prior_P = average_posterior(model.eval(), reader)
     return computed_log_likelihoods((speech.train, speech.valid, speech.test), settings.egs, model, prior_P)
