@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ngsgd.asr.align.forced_alignment import Computed
 from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
@@ -110,9 +111,9 @@ class Ladder:
                 # those that the transforms were estimated with, as of Kaldi's tri3
                 mixtures, valid = read(adaptation, corpus.num_pdfs).adapted, corpus.valid
                 features = dict(zip(valid.frames.utt_ids, valid.split_features(), strict=True))
-                errors = score.word_errors(corpus, config.decode, {
-                    utt_id: mixtures.log_likelihood(x_TD.astype(np.float64)) for utt_id, x_TD in features.items()
-                }, report) if mixtures else None
+                errors = score.word_errors(corpus, config.decode, Computed(
+                    list(features), lambda utt_id: mixtures.log_likelihood(features[utt_id].astype(np.float64))
+                ), report) if mixtures else None
                 watch.stored(adaptation, errors)
             self._reached(adaptation)
         name = network_name(network, corpus)

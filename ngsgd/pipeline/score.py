@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,8 +30,9 @@ from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.records import SubsetScore
 from ngsgd.word_errors import WordErrors
 
-# every which scale and penalty is tried for the errors of a rung
-_STEP = 2
+# of a rung: every which scale and penalty is tried, and the limits of the search, as of Kaldi's first
+# passes; the whole search with an uncertain model takes longer than its training
+_STEP, _BEAM, _MAX_ACTIVE = 2, 10.0, 2000
 
 
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
@@ -137,12 +138,17 @@ def coarse(config: DecodeConfig) -> DecodeConfig:
     return replace(config, acoustic_scales=config.acoustic_scales[::_STEP], word_penalties=config.word_penalties[::_STEP])
 
 
-def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Mapping[str, npt.NDArray[np.float32]], report: Report) -> WordErrors:
-    """Return the errors on valid with the best of some weights; `logliks` are by utterance."""
-    language, valid, config = corpus.language, corpus.valid, coarse(config)
-    num_decoded = len(config.acoustic_scales) * len(config.word_penalties) * len(valid.texts)
-    tried = evaluation.sweep(
-        evaluation.build_graph(language, config), config, valid.texts, valid.frames.utt_ids,
-        [logliks[utt_id] for utt_id in valid.frames.utt_ids], language.num_pdfs,
-        Progress(report, "WER of the rung: decoding valid", num_decoded).each)
-    return tuning.choose(tried)[1]
+def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Scores, report: Report) -> WordErrors:
+    """Return the errors on a part of valid, with the best of some weights and a narrow search."""
+    language, valid = corpus.language, corpus.valid
+    config = replace(coarse(config), beam=min(config.beam, _BEAM), max_active=min(config.max_active, _MAX_ACTIVE))
+    chosen = evaluation.spread_subset(np.diff(valid.frames.offsets).tolist())
+    utt_ids = [valid.frames.utt_ids[u] for u in chosen]
+    scores = Progress(report, "WER of the rung: scores", len(chosen))
+    found = [logliks[utt_id] for utt_id in scores.each(utt_ids)]
+    report(Phase("WER of the rung: building the decoding graph"))
+    graph = evaluation.build_graph(language, config)
+    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
+    each = Progress(report, "WER of the rung: decoding", num_settings * len(chosen)).each
+    texts = [valid.texts[u] for u in chosen]
+    return tuning.choose(evaluation.sweep(graph, config, texts, utt_ids, found, language.num_pdfs, each))[1]

@@ -23,9 +23,8 @@ from ngsgd.errors import DataError
 from ngsgd.phase import Phase, Progress
 from ngsgd.word_errors import WordErrors
 
-# maximum utterances and frames for the calibration, and the beam of their lattices: it has only two
-# parameters
-_MAX_CALIBRATION, _MAX_CALIBRATION_FRAMES = 300, 36_000
+# of a subset, which is enough for the two parameters of a calibration; the beam of its lattices
+_MAX_UTTERANCES, _MAX_FRAMES = 300, 36_000
 _CALIBRATION_BEAM = 4.0
 # the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
 _FIRST = Search(acoustic_scale=0.1, beam=13.0, max_active=7000)
@@ -73,7 +72,7 @@ def tune_and_decode(language: Language, config: DecodeConfig, *, valid: SpeechSe
         every = Progress(report, f"oracle: decoding test with {counted(num_settings, 'setting')}", num_settings * len(test.texts))
         on_test = sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs, every.each)
     oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
-    calibration, chosen = Calibration(), calibration_set([len(loglik_TP) for loglik_TP in valid_logliks])
+    calibration, chosen = Calibration(), spread_subset([len(loglik_TP) for loglik_TP in valid_logliks])
     if any(texts := [valid.texts[u] for u in chosen]):
         reported = Progress(report, "calibrating confidences", len(chosen)).each([valid_logliks[u] for u in chosen])
         search = Search(setting.acoustic_scale, config.beam, config.max_active)
@@ -83,18 +82,18 @@ def tune_and_decode(language: Language, config: DecodeConfig, *, valid: SpeechSe
                           penalized, oracle, calibration)
 
 
-def calibration_set(num_frames: Sequence[int]) -> range:
-    """Return the utterances for the calibration: all, or every second, third, ... one.
+def spread_subset(num_frames: Sequence[int]) -> range:
+    """Return at most six minutes of speech: all utterances, or every second, third, ... one.
 
-    The lattices of an uncertain model can take longer than its training, so the amount of speech is
+    The search with an uncertain model can take longer than its training, so the amount of speech is
     limited. It is spread over the set, whose utterances are in the order of the speakers.
 
-    >>> calibration_set([500] * 200)
+    >>> spread_subset([500] * 200)
     range(0, 200, 3)
     """
     step = 1
     while len(some := range(0, len(num_frames), step)) > 1 and (
-            len(some) > _MAX_CALIBRATION or sum(num_frames[u] for u in some) > _MAX_CALIBRATION_FRAMES):
+            len(some) > _MAX_UTTERANCES or sum(num_frames[u] for u in some) > _MAX_FRAMES):
         step += 1
     return some
 

@@ -180,8 +180,8 @@ def test_the_wer_is_known_before_the_calibration_and_every_step_reports(monkeypa
 @pytest.mark.entry("Nc10")
 def test_the_calibration_is_bounded_and_takes_all_speakers() -> None:
     for num_utterances, num_frames in ((1, 10**6), (299, 100), (301, 100), (10_000, 1), (200, 500), (1000, 3000)):
-        chosen = evaluation.calibration_set([num_frames] * num_utterances)
+        chosen = evaluation.spread_subset([num_frames] * num_utterances)
         assert len(chosen) == 1 or (len(chosen) <= 300 and len(chosen) * num_frames <= 36_000)
         # the last utterances too
         assert chosen[-1] + 2 * chosen.step > num_utterances
-    assert evaluation.calibration_set([100] * 299) == range(299)
+    assert evaluation.spread_subset([100] * 299) == range(299)
