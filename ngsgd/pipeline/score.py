@@ -30,8 +30,8 @@ from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.records import SubsetScore
 from ngsgd.word_errors import WordErrors
 
-# of a rung: every which scale and penalty is tried, and the limits of the search, as of Kaldi's first
-# passes; the whole search with an uncertain model takes longer than its training
+# of a rung: the step over scales and penalties, and the limits of the search, as of a first pass in
+# Kaldi; the complete search with an uncertain model takes longer than its training
 _STEP, _BEAM, _MAX_ACTIVE = 2, 10.0, 2000
 
 
