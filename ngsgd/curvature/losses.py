@@ -27,14 +27,11 @@ FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     nn.functional.mse_loss: nn.MSELoss,
     nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss}
 CLASSES = tuple(FUNCTIONS.values())
-# second derivative or weight of rows unknown
-OTHERS = frozenset({
-    nn.functional.kl_div, nn.functional.nll_loss, nn.functional.ctc_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss,
-    nn.functional.huber_loss, nn.functional.poisson_nll_loss, nn.functional.gaussian_nll_loss, nn.functional.binary_cross_entropy,
-    nn.functional.cosine_embedding_loss, nn.functional.margin_ranking_loss, nn.functional.triplet_margin_loss,
-    nn.functional.multi_margin_loss, nn.functional.multilabel_margin_loss, nn.functional.multilabel_soft_margin_loss,
-    nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss, nn.functional.triplet_margin_with_distance_loss,
-    nn.functional.linear_cross_entropy})
+# second derivative or weight of rows unknown; the last one is new in torch 2.11 or later
+_NAMES = """kl_div nll_loss ctc_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss binary_cross_entropy
+    cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss
+    multilabel_soft_margin_loss soft_margin_loss hinge_embedding_loss triplet_margin_with_distance_loss linear_cross_entropy"""
+OTHERS = frozenset(getattr(nn.functional, name) for name in _NAMES.split() if hasattr(nn.functional, name))
 # arguments whose effect on the second derivative is known
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing", "pos_weight")
 DEFAULTS = {function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}

@@ -27,7 +27,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.counting import counted
 from ngsgd.errors import DataError
 from ngsgd.files import cache_name
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 
 Matrix = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -216,8 +216,7 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
     if not corpus.train.is_aligned or corpus.num_pdfs != topology.num_pdfs:
         raise DataError("data.num_leaves ties the states of the lexicon's phones, and the labels "
                         "of this corpus are states of another graph; remove data.num_leaves.")
-    report(Phase("building the decision tree"))
-    tree = _tree(corpus, num_leaves, width, cache_root)
+    tree = _tree(corpus, num_leaves, width, cache_root, report)
     if tree.num_pdfs == topology.num_pdfs:
         report(f"decision tree: no split of the {counted(tree.num_pdfs, 'state')} of single "
                f"phones, because data.num_leaves={num_leaves} is not larger or the training set is "
@@ -245,19 +244,22 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
     return replace(corpus, **sets, language=replace(corpus.language, given=None, tree=tree), content=content.hexdigest())
 
 
-def _tree(corpus: Corpus, num_leaves: int, width: int, cache_root: Path) -> ContextTree:
+def _tree(corpus: Corpus, num_leaves: int, width: int, cache_root: Path, report: Callable[[str], None]) -> ContextTree:
     train, topology = corpus.train, corpus.language.topology
     name = cache_name("tree", version=_VERSION, corpus=corpus.digest, num_leaves=num_leaves, width=width)
     path = cache_root / f"{name}.txt"
     if path.exists():
         return ContextTree.from_text(files.read_regular_text(path))
+    counting = Progress(report, "decision tree: statistics", len(train.texts))
     axes = Axes.of(train.frames.features_TD)
     x_TK = [axes.apply(features_TD) for features_TD in train.split_features()]
     deviation_K = np.concatenate(x_TK).std(axis=0)
     num_silence_states = topology.num_silence_states
     contexts = (contexts_of_frames(*phones_and_states(pdf_T, num_silence_states)) for pdf_T in train.split_pdfs())
     pairs = zip(contexts, (x / deviation_K for x in x_TK), strict=True)
-    tree = build_tree(ContextStats.accumulate(pairs), num_phones=1 + len(topology.phones),
+    stats = ContextStats.accumulate(counting.each(pairs))
+    report(Phase("decision tree: splits"))
+    tree = build_tree(stats, num_phones=1 + len(topology.phones),
                       num_silence_states=num_silence_states, num_leaves=num_leaves, width=width)
     files.write_text(path, tree.to_text())
     return tree
