@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -51,6 +52,14 @@ def test_the_oldest_torch_of_the_workflow_is_that_of_the_package(tmp_path: Path)
     assert f"torch=={oldest}.0" in lines
     # a version of these belongs to one version of torch
     assert not [line for line in lines if line.startswith(("triton==", "torchvision=="))]
+
+
+def test_the_library_is_imported_without_a_function_that_torch_2_9_lacks() -> None:
+    # `make check` with torch 2.9.0 runs in ci.yml; this needs no second torch
+    code = ("from torch.nn import functional; del functional.linear_cross_entropy; "
+            "import ngsgd; from ngsgd.curvature import collect; from ngsgd.preconditioners import KFAC; print(KFAC)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "KFAC" in done.stdout, done.stderr
 
 
 def test_everything_that_make_installs_has_one_version() -> None:
