@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.metrics import Counter, Gauge
 
+from ngsgd.cluster.exchange.collective import GatheredRef
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory
 from ngsgd.launcher.ray.pool import RayPool, WorkerSlot
 from ngsgd.training.job import Job, JobResult, LocalRef, VectorRef
@@ -63,10 +64,11 @@ class MeteredRayPool(RayPool):
         self._bytes = Counter("ngsgd_parameter_bytes", "parameters sent to workers with their jobs, and received from them",
                               ("run", "direction", "way"))
 
-    def _post(self, slot: WorkerSlot, job: Job, snapshots: SharedSnapshotMemory | None) -> None:
-        super()._post(slot, job, snapshots)
-        size = 4 * self._vectors.size
-        self._count("sent", size * (1 + (job.start.own is not None)), is_shared=bool(slot.places))
+    def _post(self, slot: WorkerSlot, job: Job, snapshots: SharedSnapshotMemory | None, *, keep: bool) -> None:
+        super()._post(slot, job, snapshots, keep=keep)
+        # a model that the worker gathered is not sent
+        num_sent = (not isinstance(job.start.model, GatheredRef)) + (job.start.own is not None)
+        self._count("sent", 4 * self._vectors.size * num_sent, is_shared=self._shares_memory(slot))
 
     def _readable(self, slot: WorkerSlot, result: JobResult) -> JobResult:
         # before a code is decoded

@@ -8,19 +8,20 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
 
 from ngsgd import process_identity
-from ngsgd.cluster.exchange.collective import FetchRequest, StepRequest
+from ngsgd.cluster.exchange.collective import FetchRequest, Step, StepRequest
 from ngsgd.cluster.exchange.collective_client import Ending, Exchange
-from ngsgd.cluster.exchange.selection import Way, choose_way, unpacked
+from ngsgd.cluster.exchange.selection import Way, choose_way
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.process import Activity
 from ngsgd.cluster.slot_pool import Slot, SlotPool
+from ngsgd.cluster.worker_process import Ready
 from ngsgd.config import ClusterConfig
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.errors import ClusterError, FailureKind
@@ -29,7 +30,7 @@ from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, how_it
 from ngsgd.launcher.ray.node_data import NodeData, UnseenFolder
 from ngsgd.launcher.ray.probe import HeadWatch
 from ngsgd.launcher.ray.snapshots import RemoteSnapshotMemory, start_server
-from ngsgd.launcher.ray.worker import Address, RayWorker
+from ngsgd.launcher.ray.worker import RayWorker
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.snapshots.job_snapshots import MOST_MEMORY, free_memory
@@ -39,9 +40,6 @@ _PING_S = 5.0
 # between two questions for the progress of workers on other machines
 _ASK_S = 2.0
 _GONE_S = 1.0  # time for a killed process of this machine to end
-_NAMES: Mapping[Way, str] = {"shared_memory": "shared memory, and Ray's object store between machines",
-                             "object_store": "Ray's object store", "collective": "gloo, averaged by the workers",
-                             "nccl": "NCCL, averaged by the workers"}
 # for an object to arrive that Ray reports as available; the largest model takes seconds
 _FETCH_S = 300.0
 # until other workers are served
@@ -70,7 +68,7 @@ class WorkerSlot(Slot):
 
     actor: Any
     starting: Any = None  # ref of its address, once it can take jobs
-    address: Address | None = None
+    address: Ready | None = None
     running: Any = None  # ref of the job's result, and of what only the job's next start needs
     own: Any = None
     answer: Any = None  # ref of the answer to a question of the exchange
@@ -111,6 +109,9 @@ class RayPool(SlotPool[WorkerSlot]):
         self._asked_s = -_ASK_S
         self._ask_every_s = min(_ASK_S, spec.settings.failure.hang_timeout_s / 10.0)
         self._snapshot_server: Any = None
+        self._way: Way | None = None
+        # the last one, and its ref
+        self._step: tuple[Step | None, Any] = None, None
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
@@ -128,13 +129,10 @@ class RayPool(SlotPool[WorkerSlot]):
         options: dict[str, Any] = {"num_cpus": self._num_cpus, "max_restarts": 0, "num_gpus": num_gpus,
                                    "concurrency_groups": {"control": 1}}
         self._actor_class = ray.remote(**options)(RayWorker)
-        # machines of a cluster come one after another; NCCL and gloo connect those of the start
-        is_early = self.config.address and self.config.exchange in ("auto", "object_store")
+        # machines of a cluster come one after another; NCCL needs to know the GPUs of all
+        is_early = self.config.address and self.config.exchange != "nccl"
         self._start_workers(1 if is_early else self.num_workers)
-        self._way = self.chosen_exchange()
-        if self._way in ("collective", "nccl"):
-            self._exchange = Exchange(ray.util.get_node_ip_address(), codec=self.config.codec,
-                                      backend="nccl" if self._way == "nccl" else "gloo")
+        self.choose_exchange()
 
     def wait(self, timeout_s: float) -> Outcome | None:
         assert self._head
@@ -182,15 +180,21 @@ class RayPool(SlotPool[WorkerSlot]):
     def _is_here(self, slot: WorkerSlot) -> bool:
         return slot.address is not None and slot.address.device.is_near
 
-    def _num_places(self, slot: WorkerSlot, job: Job) -> int:
-        return job.num_vectors if self._is_here(slot) and self._way == "shared_memory" else 0
+    def _shares_memory(self, slot: WorkerSlot) -> bool:
+        return self._is_here(slot) and self.config.exchange != "object_store"
 
-    def _post(self, slot: WorkerSlot, job: Job, snapshots: SharedSnapshotMemory | None) -> None:
+    def _post(self, slot: WorkerSlot, job: Job, snapshots: SharedSnapshotMemory | None, *, keep: bool) -> None:
         slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(
-            job, slot.places, self._exchange is not None, snapshots and self._reachable(slot, snapshots))
+            job, slot.places, keep, snapshots and self._reachable(slot, snapshots))
 
     def _request(self, slot: WorkerSlot, question: StepRequest | FetchRequest) -> None:
-        slot.answer = slot.actor.answer.remote(question)
+        shared = None
+        if isinstance(question, StepRequest):
+            # N requests with N results each would take seconds of a thousand workers
+            if question.step is not self._step[0]:
+                self._step = question.step, ray.put(question.step)
+            question, shared = replace(question, step=cast(Step, None)), self._step[1]
+        slot.answer = slot.actor.answer.remote(question, shared)
 
     def _ask_to_stop(self, slot: WorkerSlot) -> None:
         _control(slot.actor.stop)
@@ -207,7 +211,7 @@ class RayPool(SlotPool[WorkerSlot]):
         return slot.address.process_id if slot.address else 0
 
     def _host(self, slot: WorkerSlot) -> str:
-        return slot.address.host if slot.address else ""
+        return slot.address.device.host if slot.address else ""
 
     def _activity(self, slot: WorkerSlot) -> Activity | None:
         # the answer to the question of the last call
@@ -257,7 +261,7 @@ class RayPool(SlotPool[WorkerSlot]):
         for slot in self._slots if draining else ():
             if slot.address is None or slot.address.node_id not in draining or not slot.is_usable:
                 continue
-            ending = Ending(f"its node {slot.address.host} is drained", FailureKind.ASKED_TO_END)
+            ending = Ending(f"its node {slot.address.device.host} is drained", FailureKind.ASKED_TO_END)
             if slot.job is None and slot.pending is None:
                 slot.leaving = True
                 self._kill_for(slot, ending)
@@ -269,15 +273,6 @@ class RayPool(SlotPool[WorkerSlot]):
         if not self._need:
             return ""
         return f" (each takes {in_words(self._need)}, and the machines of the cluster have room for {room_for(self._need)})"
-
-    def _find_deaths(self) -> None:
-        pings = {_control(slot.actor.minibatches): slot for slot in self._slots if slot.is_idle}
-        done, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S) if pings else ((), ())
-        for ref in done:
-            try:
-                ray.get(ref, timeout=_PING_S)
-            except RayError as error:
-                self._died_by(pings[ref], error)
 
     # Events ---------------------------------------------------------------------------------------
 
@@ -323,7 +318,10 @@ class RayPool(SlotPool[WorkerSlot]):
             else:
                 slot.address = value
                 self._require_gpu(value)
-                self._admit(slot, value.fingerprint, f" on {value.host}")
+                self._admit(slot, value.fingerprint, f" on {value.device.host}")
+                # NCCL connects no other GPUs than those of the start
+                if self._way and self.config.exchange == "auto":
+                    self.choose_exchange()
         elif slot.running is not None:
             slot.running = slot.ended_s = None
             self._take(slot, value)
@@ -331,7 +329,7 @@ class RayPool(SlotPool[WorkerSlot]):
             slot.answer, self._answers[slot.index] = None, value
 
     def _readable(self, slot: WorkerSlot, result: JobResult) -> JobResult:
-        result = unpacked(super()._readable(slot, result))
+        result = super()._readable(slot, result)
         if result.job.keep_own and result.own is None:
             return replace(result, own=result.sent if result.job.num_vectors == 1 else _StoreRef(slot.own))
         return result
@@ -361,7 +359,7 @@ class RayPool(SlotPool[WorkerSlot]):
         while is_there and time.monotonic() < deadline:
             is_there = process_identity.state_and_start_time(slot.address.process_id)[0] not in ("", "Z", "X")
             time.sleep(0.01 * is_there)
-        where = f"process {slot.address.process_id} on {slot.address.host}"
+        where = f"process {slot.address.process_id} on {slot.address.device.host}"
         return replace(found, reason=f"{where}: {found.reason}"), self._is_here(slot) and not is_there
 
     @property
@@ -387,7 +385,7 @@ class RayPool(SlotPool[WorkerSlot]):
     # Machines -------------------------------------------------------------------------------------
 
     def _portable(self, slot: WorkerSlot, ref: VectorRef) -> VectorRef:
-        if slot.places or not isinstance(ref, SharedRef):
+        if self._shares_memory(slot) or not isinstance(ref, SharedRef):
             return ref
         if ref not in self._in_store:
             try:
@@ -396,23 +394,27 @@ class RayPool(SlotPool[WorkerSlot]):
                 raise _store_is_full(error) from error
         return self._in_store[ref]
 
-    def chosen_exchange(self) -> Way:
-        """The way of results to the average; where workers cannot share memory, the object store.
+    def choose_exchange(self) -> None:
+        """Choose the way of results to the average; with `auto` again whenever a worker joins.
 
-        It stays when a worker's replacement comes up on another machine or GPU. Workers that NCCL
-        cannot connect any more make the coordinator average, with bitwise identical results.
+        Workers that NCCL cannot connect any more make the coordinator average, with bitwise
+        identical results.
         """
-        devices = [slot.address.device for slot in self._slots if slot.address]
+        devices = [slot.address.device for slot in self._slots if slot.address and slot.is_usable]
         way, reason = choose_way(self.config.exchange, devices, jobs_keep_state=self.spec.settings.outer.jobs_keep_state)
-        if self.config.exchange != "auto" or any(device.gpu or not device.is_near for device in devices):
-            self._report(f"parameters travel by {_NAMES[way]}: {reason}")
-        return way
+        is_news = self.config.exchange != "auto" or any(device.gpu or not device.is_near for device in devices)
+        if is_news and way != self._way:
+            self._report(f"cluster.exchange is {way}: {reason}")
+        self._way, self._averages = way, way in ("collective", "nccl")
+        if self._averages and self._exchange is None:
+            self._exchange = Exchange(ray.util.get_node_ip_address(), codec=self.config.codec,
+                                      backend="nccl" if way == "nccl" else "gloo")
 
-    def _require_gpu(self, address: Address) -> None:
+    def _require_gpu(self, address: Ready) -> None:
         """Raise ClusterError if a worker that was given a GPU computes on the CPU."""
         if "GPU" not in self._need or address.fingerprint.device not in ("", "cpu"):
             return
-        found = f"Ray gave a GPU to the worker on {address.host}, but torch there computes on the CPU"
+        found = f"Ray gave a GPU to the worker on {address.device.host}, but torch there computes on the CPU"
         if self.config.gpus_per_worker or self.config.address:
             raise ClusterError(f"{found}; install torch for CUDA on that machine, or set cluster.device=cpu.")
         self._report(found)
@@ -440,4 +442,4 @@ def _store_is_slow() -> ClusterError:
 def _store_is_full(error: Exception) -> ClusterError:
     reason = str(error).strip().partition("\n")[0][:200].rstrip(".")
     return ClusterError(f"an object store of the Ray cluster is full ({reason}); start Ray with more memory for objects, or set "
-                        "cluster.exchange=collective, then resume.", failure=FailureKind.MEMORY)
+                        "cluster.exchange=auto, then resume.", failure=FailureKind.MEMORY)

@@ -6,40 +6,28 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
-from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, GroupFailure, StepRequest, StepShard
-from ngsgd.cluster.exchange.selection import WorkerDevice, packed
+from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, GroupFailure, Step, StepRequest, StepShard
 from ngsgd.cluster.exchange.shared_memory import SharedRef
-from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.process import Activity, activity_of, configure_process
+from ngsgd.cluster.worker_process import Ready
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.data.fetching.source import FetchError
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.mlflow.metrics import load_of_machine
 from ngsgd.launcher.ray.node_data import UnseenFolder, fetching, unseen_here
 from ngsgd.object_storage.urls import local_root
-from ngsgd.training.job import Job, JobResult, LocalRef
+from ngsgd.training.job import Job, JobResult
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.snapshots.job_snapshots import SnapshotMemory
 from ngsgd.training.task import TaskSpec
-
-
-@dataclass(frozen=True)
-class Address:
-    """Of a worker process."""
-
-    host: str
-    process_id: int
-    fingerprint: Fingerprint
-    device: WorkerDevice
-    node_id: str = ""  # of Ray
 
 
 class RayWorker:
@@ -52,7 +40,7 @@ class RayWorker:
             self._end_as_ray = signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef, folders: Sequence[str] = (),
-                remote: RemoteData | None = None, *, has_kernels: bool | None = None) -> Address | UnseenFolder:
+                remote: RemoteData | None = None, *, has_kernels: bool | None = None) -> Ready | UnseenFolder:
         """Where the worker is, once it can take jobs; or which of the `folders` it does not see.
 
         With `remote` it fetches these. Not the constructor, of whose errors Ray loses the type.
@@ -75,10 +63,8 @@ class RayWorker:
         self._worker.snapshots.is_leaving = lambda: self._is_leaving
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
-        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision,
-                                                  self._worker.ranks.summed_by)
-        device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
-        return Address(os.uname().nodename, os.getpid(), fingerprint, device, ray.get_runtime_context().get_node_id())
+        return Ready.of(self._worker, num_threads, is_near=self._heartbeats is not None,
+                        node_id=ray.get_runtime_context().get_node_id())
 
     def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool,
             snapshots: SnapshotMemory | None) -> tuple[JobResult, Vector | None]:
@@ -89,40 +75,22 @@ class RayWorker:
         """
         self._should_stop = False
         self._worker.snapshots.memory = snapshots
-        self._member.make_room(job)
-        left = list(places)
-        refs: dict[int, SharedRef] = {}
-
-        def place(size: int) -> Vector:
-            if not left:
-                return np.empty(size, dtype=np.float32)
-            ref = replace(left.pop(0), size=size)
-            vector = ref.read()
-            refs[id(vector)] = ref
-            return vector
         self._is_busy = True
         try:
-            result = self._worker.run(job, place, self._heartbeat)
+            result, own = self._member.run(self._worker, job, places, self._heartbeat, keep=keep)
         finally:
             self._is_busy = False
         # the coordinator sees its own machine
         if self._heartbeats is None:
             result = replace(result, host=os.uname().nodename, machine=load_of_machine(self._output_dir))
-        assert isinstance(result.sent, LocalRef)
-        own = result.own.vector if isinstance(result.own, LocalRef) else None
-        if places:
-            return replace(result, sent=refs[id(result.sent.vector)], own=refs[id(own)] if own is not None else None,
-                           encoded=None), None
-        if own is result.sent.vector:
-            own = None
-        # a leaving worker keeps no results
-        if keep and not self._is_leaving:
-            return replace(self._member.keep(result), own=None, encoded=None), own
-        return replace(packed(result), own=None), own
+        return result, own
 
-    def answer(self, question: StepRequest | FetchRequest) -> StepShard | GroupFailure | Vector:
+    def answer(self, question: StepRequest | FetchRequest, step: Step | None) -> StepShard | GroupFailure | Vector:
         """This worker's shard of the outer step, or a result that it kept."""
-        return self._member.step(question) if isinstance(question, StepRequest) else self._member.fetch(question.identity)
+        if isinstance(question, StepRequest):
+            assert step
+            return self._member.step(replace(question, step=step))
+        return self._member.fetch(question.identity)
 
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""

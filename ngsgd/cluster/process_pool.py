@@ -99,8 +99,8 @@ class ProcessPool(SlotPool[_Slot]):
                                            modules_of(self.spec, self.make_worker))
         return _Slot(index=index, process=process, messages=messages, delay_s=delay_s, deaths=list(deaths))
 
-    def _post(self, slot: _Slot, job: Job, snapshots: SharedSnapshotMemory | None) -> None:
-        self._send(slot, JobAssignment(job, slot.places, snapshots))
+    def _post(self, slot: _Slot, job: Job, snapshots: SharedSnapshotMemory | None, *, keep: bool) -> None:
+        self._send(slot, JobAssignment(job, slot.places, keep, snapshots))
 
     def _request(self, slot: _Slot, question: StepRequest | FetchRequest) -> None:
         self._send(slot, question)

@@ -19,7 +19,8 @@ from ngsgd import process_identity
 from ngsgd.cluster import restarts
 from ngsgd.cluster.exchange import shared_memory
 from ngsgd.cluster.exchange.collective import FetchRequest, RemoteResultRef, StepRequest
-from ngsgd.cluster.exchange.collective_client import EXCHANGE_TIMEOUT_S, Ending, Exchange, remote
+from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
+from ngsgd.cluster.exchange.selection import unpacked
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.process import Activity
@@ -70,7 +71,7 @@ class Slot:
 
     @property
     def is_usable(self) -> bool:
-        return self.ready and not (self.leaving or self.retired or self.is_quarantined)
+        return self.fingerprint is not None and not (self.leaving or self.retired or self.is_quarantined)
 
 
 S = TypeVar("S", bound=Slot)
@@ -96,7 +97,9 @@ class SlotPool(ABC, Generic[S]):
         # until all workers were ready, or time for that is over, an unsuitable one is an error
         self._start_ends_s = math.inf
         self._restarts = Restarts(restarts.MAX_RESTARTS_PER_HOUR)
-        self._exchange: Exchange | None = None  # if the workers make the mean
+        # of workers that take the outer step, and whether those of today do
+        self._exchange: Exchange | None = None
+        self._averages = True
         self._keeps_logs = False  # a message refers to them
 
     # A pool fills in ------------------------------------------------------------------------------
@@ -111,8 +114,8 @@ class SlotPool(ABC, Generic[S]):
         """Begin to start a process; the deaths are those of its predecessors."""
 
     @abstractmethod
-    def _post(self, slot: S, job: Job, snapshots: SharedSnapshotMemory | None) -> None:
-        """Send a job, whose result belongs into `slot.places`."""
+    def _post(self, slot: S, job: Job, snapshots: SharedSnapshotMemory | None, *, keep: bool) -> None:
+        """Send a job; its result belongs into `slot.places`, or with `keep` stays there."""
 
     @abstractmethod
     def _request(self, slot: S, question: StepRequest | FetchRequest) -> None:
@@ -150,18 +153,13 @@ class SlotPool(ABC, Generic[S]):
         """Whether a process shares memory with this one."""
         return True
 
-    def _num_places(self, slot: S, job: Job) -> int:
-        """Shared vectors that the result of a job needs."""
-        # with an exchange the worker keeps the vector to average
-        return job.num_vectors - (self._exchange is not None)
+    def _shares_memory(self, slot: S) -> bool:
+        """Whether vectors pass through shared memory to and from a process."""
+        return self._is_here(slot)
 
     def _why_few(self) -> str:
         """Reason for missing workers, for an error."""
         return ", and no other one was busy"
-
-    def _find_deaths(self) -> None:
-        """Detect workers that died while they were idle."""
-        self._poll(0.0)
 
     def _last_words(self, slot: S) -> str:
         return ""
@@ -287,17 +285,22 @@ class SlotPool(ABC, Generic[S]):
 
     def submit(self, job: Job) -> None:
         # assign a job to the same slot where possible, so that charts per worker stay comparable
-        self.submit_to(job, min(self.idle_workers(), key=lambda index: (index != job.job % len(self._slots), index)))
+        wanted = job.job % len(self._slots)
+        self.submit_to(job, wanted if self._slots[wanted].is_idle else next(slot.index for slot in self._slots if slot.is_idle))
 
     def submit_to(self, job: Job, worker: int) -> None:
         slot = self._slots[worker]
         slot.job, slot.told_to_stop = job, False
-        slot.places = tuple(self._vectors.allocate() for _ in range(self._num_places(slot, job)))
-        model, own = self._portable(slot, job.start.model), job.start.own and self._portable(slot, job.start.own)
-        if self._exchange and isinstance(job.start.model, SharedRef):
-            model = self._exchange.start_of((worker, self._name_of_process(slot)), model, self._digests[job.start.model])
+        keep = self._exchange is not None and self._averages and self._exchange.is_open(job.outer_iter)
+        num_places = job.num_vectors - keep if self._shares_memory(slot) else 0
+        slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
+        model, own = job.start.model, job.start.own and self._portable(slot, job.start.own)
+        if self._exchange and isinstance(model, SharedRef):
+            model = self._exchange.start_of((worker, self._name_of_process(slot)), model, self._digests.get(model))
+        # a model that the worker gathered goes nowhere
+        start = replace(job.start, model=self._portable(slot, model), own=own)
         snapshots = None if job.repeat else self._snapshots.lend(job, worker)
-        self._post(slot, replace(job, start=replace(job.start, model=model, own=own)), snapshots)
+        self._post(slot, replace(job, start=start), snapshots, keep=keep)
 
     def _portable(self, slot: S, ref: VectorRef) -> VectorRef:
         """The same vector where the worker can read it."""
@@ -335,6 +338,8 @@ class SlotPool(ABC, Generic[S]):
             self._died(slot)
         else:
             slot.fingerprint, slot.deaths = fingerprint, []
+            if self._exchange:
+                self._exchange.next_try = 0
             if math.isfinite(self._start_ends_s) and self.num_workers_alive() == self.num_workers:
                 self._start_ends_s = -math.inf
                 self._report(f"all {counted(self.num_workers, 'worker')} are ready")
@@ -352,6 +357,9 @@ class SlotPool(ABC, Generic[S]):
         self._snapshots.ended(outcome)
         if isinstance(outcome, JobFailure):
             self._release_places(slot)
+            if self._exchange:
+                # it may have failed for want of the model
+                self._exchange.forget((slot.index, self._name_of_process(slot)))
         # the job ended early without a request of the pool: its worker received a signal
         elif outcome.remainder and not slot.told_to_stop:
             # its partial result is here, and its machine is needed elsewhere
@@ -361,7 +369,7 @@ class SlotPool(ABC, Generic[S]):
 
     def _readable(self, slot: S, result: JobResult) -> JobResult:
         """Return a result with references that this process can read."""
-        return remote(result, self._fetch)
+        return unpacked(remote(result, self._fetch))
 
     def _died(self, slot: S) -> None:
         """Report the job of a dead worker as failed, and replace the worker."""
@@ -411,7 +419,8 @@ class SlotPool(ABC, Generic[S]):
     def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo) -> bool:
         if self._exchange is None:
             return False
-        self._find_deaths()
+        # workers that died while they were idle
+        self._poll(0.0)
         return self._exchange.step(optimizer, results, weights, info, self._ask, self._why_lost)
 
     def _ask(self, questions: Mapping[int, StepRequest | FetchRequest], timeout_s: float,
@@ -431,7 +440,7 @@ class SlotPool(ABC, Generic[S]):
             if any(self._slots[worker] is not slot for worker, slot in asked.items()):
                 when_lost()
         for worker in silent():
-            self.kill(worker, f"gave no answer for {timeout_s:g} s and was killed")
+            self.kill(worker, f"gave no answer for {timeout_s:.3g} s and was killed")
         while silent():
             self._poll(_POLL_S)
         return self._answers
@@ -439,7 +448,8 @@ class SlotPool(ABC, Generic[S]):
     def _fetch(self, kept: RemoteResultRef) -> Vector:
         lost = self._why_lost(kept)
         if lost is None:
-            answers = self._ask({kept.worker: FetchRequest(kept.identity)}, EXCHANGE_TIMEOUT_S)
+            assert self._exchange
+            answers = self._ask({kept.worker: FetchRequest(kept.identity)}, self._exchange.limit_s(self._vectors.size))
             if isinstance(vector := answers.get(kept.worker), np.ndarray):
                 return vector
             lost = self._why_lost(kept) or Ending("")

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from types import FrameType
 
@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, StepRequest
+from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
 from ngsgd.cluster.process import configure_process
-from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef
-from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.job import Job, JobFailure, JobResult
 from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import Worker, np_empty
+from ngsgd.training.worker import Worker
 
 MakeWorker = Callable[[TaskSpec, int], Worker]
 
@@ -51,6 +51,14 @@ class Ready:
 
     process_id: int
     fingerprint: Fingerprint
+    device: WorkerDevice
+    node_id: str = ""  # of Ray
+
+    @classmethod
+    def of(cls, worker: Worker, num_threads: int, *, is_near: bool = True, node_id: str = "") -> Ready:
+        fingerprint = Fingerprint.of_this_process(num_threads, worker.device, worker.settings.cluster.precision,
+                                                  worker.ranks.summed_by)
+        return cls(os.getpid(), fingerprint, WorkerDevice.of(worker.device, is_near=is_near), node_id)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class JobAssignment:
 
     job: Job
     places: tuple[SharedRef, ...]
+    keep: bool
     snapshots: SharedSnapshotMemory | None = None
 
 
@@ -130,9 +139,7 @@ class WorkerProcess:
         if self._should_end:
             sys.exit(EXIT_TERMINATED)
         worker.snapshots.is_leaving = lambda: self._should_end
-        fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
-                                                  self.setup.spec.settings.cluster.precision, worker.ranks.summed_by)
-        self.messages.send(Ready(os.getpid(), fingerprint))
+        self.messages.send(Ready.of(worker, torch.get_num_threads()))
         self._member = CollectiveWorker(self.setup.index, worker.layout, worker.device)
         while True:
             # from now on `terminate` exits immediately
@@ -143,7 +150,6 @@ class WorkerProcess:
             self._is_idle = False
             if isinstance(message, JobAssignment):
                 self._should_stop, self._checks = False, Checks(self._check_s)
-                self._member.make_room(message.job)
                 self.messages.send(self._outcome(worker, message))
             elif isinstance(message, StepRequest):
                 self.messages.send(self._member.step(message))
@@ -151,31 +157,9 @@ class WorkerProcess:
                 self.messages.send(self._member.fetch(message.identity))
 
     def _outcome(self, worker: Worker, assignment: JobAssignment) -> JobResult | JobFailure:
-        refs: dict[int, SharedRef] = {}
-        keeps = len(assignment.places) < assignment.job.num_vectors
-        places: list[SharedRef | None] = [*([None] if keeps else []), *assignment.places]
-
-        def place(size: int) -> Vector:
-            place = places.pop(0)
-            if place is None:
-                return np_empty(size)
-            ref = replace(place, size=size)
-            vector = ref.read()
-            refs[id(vector)] = ref
-            return vector
-
-        def shared(held: object) -> SharedRef:
-            assert isinstance(held, LocalRef)
-            return refs[id(held.vector)]
         worker.snapshots.memory = assignment.snapshots
         try:
-            result = worker.run(assignment.job, place, self._heartbeat)
-            own = shared(result.own) if result.own else None
-            if not keeps:
-                return replace(result, sent=shared(result.sent), own=own, encoded=None)
-            # a leaving worker keeps no results
-            kept = result if self._should_end else self._member.keep(result)
-            return replace(kept, own=own, encoded=None)
+            return self._member.run(worker, assignment.job, assignment.places, self._heartbeat, keep=assignment.keep)[0]
         except Exception as error:
             return JobFailure.of_error(assignment.job, self.setup.index, error)
 

@@ -88,11 +88,6 @@ class Link:
     add_speed: float  # M, bytes of parameters added to a mean per second; 8e9 is a typical memory
 
 
-def central_s(num_jobs: int, num_bytes: float, link: Link) -> float:
-    """One node receives N models, adds them and sends N copies, all through its link."""
-    return travel_time_s(num_jobs, num_bytes, link) + num_jobs * num_bytes / link.add_speed
-
-
 def travel_time_s(num_jobs: int, num_bytes: float, link: Link, *, num_machines: int | None = None,
                   compression: float = 1.0) -> float:
     """One node sends the model to each machine (default: one per job) and receives N results."""

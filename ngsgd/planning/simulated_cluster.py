@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ngsgd.config import RunConfig
-from ngsgd.planning.planner import Link, Spread, central_s, retry_wait_s, straggler_factor
+from ngsgd.planning.planner import Link, Spread, retry_wait_s, straggler_factor, travel_time_s
 
 _EVEN = Spread(0.0, 0.0)
 _GIGABIT = Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9)
@@ -51,8 +51,8 @@ class SimulatedCluster:
         return 3600.0 * float(chance.exponential()) / self.failures_per_worker_hour if self.failures_per_worker_hour else math.inf
 
     def average_s(self, num_jobs: int, num_bytes: float) -> float:
-        """Seconds for sending the model and the results, and adding them."""
-        return central_s(num_jobs, num_bytes, self.link)
+        """Seconds in which one node sends the model, receives the results, and adds them."""
+        return travel_time_s(num_jobs, num_bytes, self.link) + num_jobs * num_bytes / self.link.add_speed
 
     def _random(self, stream: int, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, stream, *key])

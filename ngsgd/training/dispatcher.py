@@ -221,7 +221,8 @@ class Dispatcher:
                 job = state.waiting.popleft()
                 state.deferred += job.pieces
                 self._give_up(state, job, "deferred", "the outer iteration was ended")
-        while state.waiting and self.pool.num_idle():
+        # not counted for each job: there may be a thousand of both
+        for _ in range(min(len(state.waiting), self.pool.num_idle()) if state.waiting else 0):
             self.ledger.submitted(state.waiting[0])
             state.running.add(state.waiting[0].job)
             state.ends_at = min(state.ends_at, self._awake.now + state.round_s)

@@ -34,9 +34,9 @@ def test_a_replica_that_is_slower_for_good_sets_the_pace() -> None:
 
 
 def test_averaging_costs_by_hand() -> None:
-    """100 bytes take 10 s, to add them 2 s, and a message waits 1 s."""
+    """100 bytes take 10 s, and a message waits 1 s."""
     link = Link(bandwidth=10.0, latency_s=1.0, add_speed=50.0)
-    assert planner.central_s(4, 100, link) == pytest.approx(2 + 2 * 40 + 8)
+    assert planner.travel_time_s(4, 100, link) == pytest.approx(2 + 2 * 40)
     assert planner.travel_time_s(4, 100, link, num_machines=2,
                                  compression=4) == pytest.approx(2 + 20 + 10)
     # 3/4 of the results, compressed, 3/4 of the model, and two arrays of the state

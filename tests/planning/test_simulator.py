@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig, ScheduleConfig
-from ngsgd.planning.planner import Link, Spread, central_s, retry_wait_s, straggler_factor
+from ngsgd.planning.planner import Link, Spread, retry_wait_s, straggler_factor
 from ngsgd.planning.simulated_cluster import SimulatedCluster, expected
 from ngsgd.planning.simulator import SimulatedPool
 from ngsgd.schedules import Shard
@@ -135,7 +135,8 @@ def test_without_randomness_an_outer_iteration_follows_the_formulas(tmp_path: Pa
     link = Link(bandwidth=2e4, latency_s=0.01, add_speed=1e6)
     cluster = SimulatedCluster(rate=500.0, overhead_s=0.25, link=link)
     run, pool, end = simulate(tmp_path, jobs(4), cluster, Idler)
-    average_s = central_s(4, end.parameters.nbytes, link)
+    # four models out, four results in, and their sum
+    average_s = 2 * link.latency_s + end.parameters.nbytes * (8 / link.bandwidth + 4 / link.add_speed)
     for record in run.recorder.records:
         longest = max(run.reader.num_frames(Shard(a, f)) for a in range(3) for f in range(4)) / 500.0
         assert record.average_s == pytest.approx(average_s, rel=1e-9)

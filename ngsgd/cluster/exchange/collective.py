@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -29,12 +30,15 @@ import torch
 
 from ngsgd.cluster.exchange.authentication import TAG_BYTES, RefusedError, derive, is_tag, tag
 from ngsgd.cluster.exchange.process_group import Backend, Bytes, Group, join
+from ngsgd.cluster.exchange.selection import packed
+from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.ops.averaging import pool_variances
 from ngsgd.ops.compression import ROW_LENGTH, Codec, Encoded, decode, num_bytes
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, OuterRule
-from ngsgd.training.job import Job, JobResult, VectorRef
+from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest
+from ngsgd.training.worker import Worker, np_empty
 
 Identity = tuple[int, int, int]  # outer iteration, number and attempt of a job
 _WORD = 8  # serialized shards are multiples of this many bytes
@@ -59,15 +63,16 @@ _models: dict[int, Vector] = {}
 
 @dataclass(frozen=True)
 class GatheredRef:
-    """A model that the reading process has gathered, or reads elsewhere."""
+    """A model that the reading process has gathered."""
 
     digest: int
-    elsewhere: VectorRef
     is_here = True
 
     def read(self) -> Vector:
-        found = _models.get(self.digest)
-        return self.elsewhere.read() if found is None else found
+        """Return the model; raise RuntimeError without it, so that the job is retried."""
+        if self.digest not in _models:
+            raise RuntimeError("this process has not gathered the model that the job starts from")
+        return _models[self.digest]
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class FetchRequest:
 class Step:
     """The outer step, for all owners."""
 
+    # (rank of the holder, result), in the order of the sum
+    results: tuple[tuple[int, Identity], ...]
     rule: OuterRule
     info: OuterInfo
     numbers: Mapping[str, float]  # coefficients of the last step
@@ -98,8 +105,6 @@ class StepRequest:
     world_size: int
     backend: Backend
     timeout_s: float  # seconds for the complete operation, including joining the group
-    # (rank of the holder, result), in the order of the sum
-    results: tuple[tuple[int, Identity], ...]
     number: int  # of the request
     step: Step
     # array of the optimizer -> (digest of the worker's shard; the shard, unless the worker has it)
@@ -152,6 +157,35 @@ class CollectiveWorker:
     _shards: dict[int, Vector] = field(default_factory=dict)
     _group: Group | None = None
     _generation: int = 0
+
+    def run(self, worker: Worker, job: Job, places: Sequence[SharedRef], heartbeat: Callable[[], bool], *,
+            keep: bool) -> tuple[JobResult, Vector | None]:
+        """Run a job; return the result, and the vector that only its next start needs.
+
+        Vectors are written to shared `places`, as far as there are any. With `keep` the one to
+        average stays here instead, for the outer step, unless this worker leaves.
+        """
+        self.make_room(job)
+        left: list[SharedRef | None] = [*([None] if keep else []), *places]
+        refs: dict[int, SharedRef] = {}
+
+        def place(size: int) -> Vector:
+            if not left or (ref := left.pop(0)) is None:
+                return np_empty(size)
+            vector = replace(ref, size=size).read()
+            refs[id(vector)] = replace(ref, size=size)
+            return vector
+        result = worker.run(job, place, heartbeat)
+        assert isinstance(result.sent, LocalRef)
+        sent, own = result.sent.vector, result.own.vector if isinstance(result.own, LocalRef) else None
+        shared = refs.get(id(own)) if own is not None else None
+        result = replace(result, own=shared)
+        own = None if shared is not None or own is sent else own
+        if id(sent) in refs:
+            return replace(result, sent=refs[id(sent)], encoded=None), own
+        if keep and not worker.snapshots.is_leaving():
+            return replace(self.keep(result), encoded=None), own
+        return packed(result), own
 
     def keep(self, result: JobResult) -> JobResult:
         """Keep the vector here and return the result with a reference to it."""
@@ -217,7 +251,7 @@ class CollectiveWorker:
         """Return this worker's shard of the next state, and of the model that jobs start from."""
         shards = [slice(*pair) for pair in pairwise(shard_edges(self.layout.size, order.world_size))]
         own = shards[order.rank]
-        held = {identity: self._kept[identity] for rank, identity in order.results if rank == order.rank}
+        held = {identity: self._kept[identity] for rank, identity in order.step.results if rank == order.rank}
         contents = {identity: kept.vector if kept.encoded is None else kept.encoded for identity, kept in held.items()}
         vectors = _exchanged(contents, shards, order, group, deadline)
         start = next(iter(held.values())).start[own]
@@ -288,13 +322,14 @@ def _exchanged(contents: Mapping[Identity, Vector | Encoded], shards: Sequence[s
             pack(content, shard, outgoing[filled:filled + size], order.key(order.rank, receiver, identity, what))
             filled += size
     own, size = shards[order.rank], sizes[order.rank]
-    in_sizes = [size * sum(holder == rank for holder, _ in order.results) for rank in range(order.world_size)]
+    counts = Counter(holder for holder, _ in order.step.results)
+    in_sizes = [size * counts[rank] for rank in range(order.world_size)]
     arrived = group.all_to_all(outgoing, [size * len(contents) for size in sizes], in_sizes, deadline)
     # the received data are ordered by holder
-    by_holder = sorted(range(len(order.results)), key=lambda index: (order.results[index][0], index))
+    by_holder = sorted(range(len(order.step.results)), key=lambda index: (order.step.results[index][0], index))
     vectors = [np.empty(0, np.float32)] * len(by_holder)
     for place, index in enumerate(by_holder):
-        holder, identity = order.results[index]
+        holder, identity = order.step.results[index]
         vectors[index] = unpack(arrived[place * size:(place + 1) * size], own.stop - own.start, order.codec,
                                 order.key(holder, order.rank, identity, what))
     return vectors

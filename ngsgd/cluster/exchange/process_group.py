@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,22 +37,6 @@ _POLL_S = 0.0001
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-class Group(Protocol):
-    """Connected workers; every method raises RuntimeError if a member is gone or too slow."""
-
-    def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
-        """Send bytes to all members, in the order of ranks, and return those received from them.
-
-        The sizes are of the part for or from each member; `deadline` is one of time.monotonic().
-        """
-
-    def all_reduce(self, tensor: Tensor, deadline: float) -> None:
-        """Replace a tensor by the sum over all members, bitwise identical on all of them."""
-
-    def close(self) -> None:
-        """Close the connections, so that the others fail immediately."""
-
-
 def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: int, rank: int, world_size: int,
          timeout_s: float, device: torch.device) -> Group:
     """Join the group of that generation on the rendezvous of the coordinator.
@@ -62,17 +46,13 @@ def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: i
     """
     deadline = time.monotonic() + timeout_s
     store = MemberStore(host, port, secret, timeout_s, world_size)
-    group: Group
     try:
-        if backend == "nccl":
-            group = NcclGroup(store, rank, world_size, timeout_s, device)
-        else:
-            # the address of this machine on the route to the coordinator
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(*found[:3]) as probe:
-                probe.connect(found[4])  # sends nothing: datagrams have no connection
-                address: str = probe.getsockname()[0]
-            group = GlooGroup(store, rank, world_size, timedelta(seconds=timeout_s), address)
+        # the address of this machine on the route to the coordinator
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*found[:3]) as probe:
+            probe.connect(found[4])  # sends nothing: datagrams have no connection
+            address: str = probe.getsockname()[0]
+        group = Group(backend, store, rank, world_size, timeout_s=timeout_s, address=address, device=device)
     except BaseException:
         store.close()
         raise
@@ -102,88 +82,79 @@ def prove_members(group: Group, secret: bytes, generation: int, rank: int, world
             raise RefusedError(f"the peer that is connected as member {other} does not hold the secret of the group")
 
 
-class GlooGroup:
-    def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
-        options = c10d.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        # gloo would use that of the host name, which others often cannot reach
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
-        self._group: Any = c10d.ProcessGroupGloo(store, rank, world_size, options)
-        # all connections exist: gloo needs no more addresses
-        store.close()
-        self._store = store  # torch keeps only the C++ part, which calls methods of the Python part
+class Group:
+    """Connected workers; every method raises RuntimeError if a member is gone or too slow.
 
-    def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
-        incoming = torch.empty(sum(in_sizes), dtype=torch.uint8)
-        settings = c10d.AllToAllOptions()
-        settings.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        self._group.alltoall_base(incoming, torch.from_numpy(outgoing), list(in_sizes), list(out_sizes), settings).wait()
-        return incoming.numpy()
-
-    def all_reduce(self, tensor: Tensor, deadline: float) -> None:
-        settings = c10d.AllreduceOptions()
-        settings.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        self._group.allreduce([tensor], settings).wait()
-
-    def close(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
-        # its sockets close with it
-        del self._group
-
-
-class NcclGroup:
-    """GPUs connected by NCCL; it has run on one GPU, with one rank; tests replace it by gloo.
-
-    Every wait has a deadline, and ends immediately when the rendezvous is closed: by the
+    Every wait has a deadline. With NCCL it also ends when the rendezvous is closed: by the
     coordinator when a worker dies, or because a member disconnects. `close` then aborts the
-    communicator, which also ends kernels that wait for a missing peer.
+    communicator, which also ends kernels that wait for a missing peer. NCCL has run on one GPU,
+    with one rank; tests replace it by gloo.
     """
 
-    def __init__(self, store: MemberStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
-        if not hasattr(c10d, "ProcessGroupNCCL"):
-            raise RuntimeError(f"torch {torch.__version__} is built without NCCL")
-        self._device, self._is_gpu = device, device.type == "cuda"
+    def __init__(self, backend: Backend, store: MemberStore, rank: int, world_size: int, *, timeout_s: float, address: str,
+                 device: torch.device) -> None:
+        self._is_nccl = backend == "nccl"
+        self._is_gpu = self._is_nccl and device.type == "cuda"
+        self._device = device if self._is_gpu else torch.device("cpu")
         if self._is_gpu:
             torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device) if self._is_gpu else None
-        self._store = store
-        with nccl_options(timeout_s) as options:
-            self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
+        self._store = store  # torch keeps only the C++ part, which calls methods of the Python part
+        if self._is_nccl:
+            if not hasattr(c10d, "ProcessGroupNCCL"):
+                raise RuntimeError(f"torch {torch.__version__} is built without NCCL")
+            with nccl_options(timeout_s) as options:
+                self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
+            return
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        # gloo would use that of the host name, which others often cannot reach
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+        self._group = c10d.ProcessGroupGloo(store, rank, world_size, options)
+        # all connections exist: gloo needs no more addresses
+        store.close()
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
-        settings = c10d.AllToAllOptions()
-        # otherwise torch uses the current stream and returns no work to wait for
-        settings.asyncOp = True
+        """Send bytes to all members, in the order of ranks, and return those received from them.
+
+        The sizes are of the part for or from each member; `deadline` is one of time.monotonic().
+        """
         # without a stream the context has no effect
         with torch.cuda.stream(self._stream):
             sent = torch.from_numpy(outgoing)
-            sent = (sent.pin_memory() if self._is_gpu else sent).to(self._device, non_blocking=True)
+            if self._is_gpu:
+                sent = sent.pin_memory().to(self._device, non_blocking=True)
             received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=self._device)
+            settings = c10d.AllToAllOptions()
+            # NCCL otherwise uses the current stream and returns no work to wait for
+            settings.timeout, settings.asyncOp = timedelta(seconds=max(0.001, deadline - time.monotonic())), True
             self._wait(self._group.alltoall_base(received, sent, list(in_sizes), list(out_sizes), settings), deadline)
-            incoming = torch.empty(len(received), dtype=torch.uint8, pin_memory=self._is_gpu)
+            if self._stream is None:
+                return received.numpy()
+            incoming = torch.empty(len(received), dtype=torch.uint8, pin_memory=True)
             incoming.copy_(received, non_blocking=True)
-        if self._stream is not None:
-            # returns soon: the NCCL operation is complete
-            self._stream.synchronize()
+        # returns soon: the NCCL operation is complete
+        self._stream.synchronize()
         return incoming.numpy()
 
     def all_reduce(self, tensor: Tensor, deadline: float) -> None:
+        """Replace a tensor by the sum over all members, bitwise identical on all of them."""
         settings = c10d.AllreduceOptions()
-        settings.asyncOp = True
+        settings.timeout, settings.asyncOp = timedelta(seconds=max(0.001, deadline - time.monotonic())), True
         self._wait(self._group.allreduce([tensor], settings), deadline)
 
     def close(self) -> None:
+        """Close the connections, so that the others fail immediately, not at their deadline."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
+        # the sockets of gloo close with it
         del self._group
-        # the others fail now instead of at their deadline
         self._store.close()
 
     def _wait(self, work: Any, deadline: float) -> None:
         """Wait for an operation; raise RuntimeError if it fails, is late or is revoked."""
-        # the host must not block on the stream: nothing would wake it if a peer were gone
-        while not work.is_completed():
+        # the host must not block on a stream: nothing would wake it if a peer were gone
+        while self._is_nccl and not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("the exchange over NCCL did not end in time")
             if self._store.is_revoked():

@@ -47,8 +47,7 @@ class Rendezvous:
         try:
             self._listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
-            raise ClusterError(f"this machine cannot listen on its own address {host} ({error.strerror}), which the workers "
-                               "need to average among themselves; set cluster.exchange=object_store.") from error
+            raise ClusterError(f"this machine cannot listen on its own address {host} ({error.strerror}).") from error
         self.host, self.secret, self._revokes = host, secret, revokes
         self.port: int = self._listener.getsockname()[1]
         self.num_refused = 0  # connections that did not prove the secret

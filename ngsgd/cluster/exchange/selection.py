@@ -47,32 +47,27 @@ class WorkerDevice:
 
 
 def choose_way(wanted: str, devices: Sequence[WorkerDevice], *, jobs_keep_state: bool) -> tuple[Way, str]:
-    """Choose the transfer method of results for the devices of all workers.
+    """Return (transfer method of results for the devices of all workers, reason for it).
 
     If jobs keep state, they continue from their own results, which the workers must not keep.
-
-    Returns:
-        (method, reason for it).
 
     Raises:
         ClusterError: the wanted method is impossible.
     """
     far = [worker for worker, device in enumerate(devices) if not device.is_near]
-    obstacle = _why_not_nccl(devices)
     if wanted == "shared_memory" and far:
         raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0]} is on another "
                            "machine; set cluster.exchange=auto.")
-    if wanted == "nccl" and obstacle:
+    if wanted == "nccl" and (obstacle := _why_not_nccl(devices)):
         raise ClusterError(f"cluster.exchange is nccl, but {obstacle}; set cluster.exchange=auto.")
-    if wanted in ("object_store", "collective", "nccl", "shared_memory"):
-        return wanted, f"cluster.exchange={wanted}"  # type: ignore[return-value]
+    if wanted != "auto":
+        return wanted, "as set"  # type: ignore[return-value]
     if not far:
         return "shared_memory", "all workers are on this machine"
-    if not obstacle and not jobs_keep_state:
-        # a default must have run on the hardware that it is for
-        return "shared_memory", ("cluster.exchange=nccl would average between the GPUs of the "
-                                 "workers, but has run with one GPU only")
-    return "shared_memory", (obstacle or "jobs continue from their own results") + ", and some are on other machines"
+    if len(devices) == 1 or jobs_keep_state:
+        return "object_store", "jobs continue from their own results" if jobs_keep_state else "there is one worker"
+    # a default must have run on the hardware that it is for, and NCCL has run with one GPU only
+    return "collective", "workers are on several machines"
 
 
 def _why_not_nccl(devices: Sequence[WorkerDevice]) -> str:

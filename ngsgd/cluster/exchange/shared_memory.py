@@ -154,13 +154,13 @@ class SharedSnapshotStore:
     """The snapshot memory of a coordinator on this machine."""
 
     def __init__(self) -> None:
-        self._free: list[SharedSnapshotMemory] = []
+        self._free: dict[SharedSnapshotMemory, None] = {}
         self._all: set[SharedSnapshotMemory] = set()
 
     def allocate(self) -> SharedSnapshotMemory:
         """Return memory without a snapshot; it is empty or has the size of an earlier one."""
         if self._free:
-            return self._free.pop()
+            return self._free.popitem()[0]
         descriptors = [os.memfd_create("ngsgd-snapshot", os.MFD_CLOEXEC) for _ in range(NUM_BLOCKS)]
         memory = SharedSnapshotMemory(tuple(f"/proc/{os.getpid()}/fd/{one}" for one in descriptors),
                                       tuple(os.fstat(one).st_ino for one in descriptors))
@@ -173,13 +173,13 @@ class SharedSnapshotStore:
             for descriptor in map(_descriptor, memory.paths):
                 if os.fstat(descriptor).st_size:
                     os.pwrite(descriptor, bytes(HEADER_BYTES), 0)
-            self._free.append(memory)
+            self._free[memory] = None
 
     def discard(self, memory: SharedSnapshotMemory) -> None:
         """Never reuse memory: an abandoned process may still write to it."""
         if memory in self._all:
             self._all.remove(memory)
-            self._free = [free for free in self._free if free != memory]
+            self._free.pop(memory, None)
             for descriptor in map(_descriptor, memory.paths):
                 os.close(descriptor)
 

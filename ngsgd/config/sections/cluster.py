@@ -37,9 +37,9 @@ class ClusterConfig:
         "of machines; counted from the last sign of life of a worker that starts", unit="s",
         above=0.0)
     exchange: Literal["auto", "shared_memory", "object_store", "collective", "nccl"] = option(
-        "auto", "transport of parameters; auto: shared memory on the coordinator's machine, else "
-        "Ray's object store; collective: averaging by the workers with gloo; nccl: with NCCL, one "
-        "GPU per worker (run on one GPU only)")
+        "auto", "transport of parameters; auto: shared memory on one machine, else collective; "
+        "collective: averaging by the workers with gloo; nccl: with NCCL, one GPU per worker (run "
+        "on one GPU only); object_store: averaging by the coordinator")
     compression: Literal["none", "int8", "sparse"] = option(
         "none", "lossy format of the parameter deltas of jobs, of 1/4 (int8) or 1/103 (sparse) of "
         "the size; the error of a delta is added to the next one of the job slot")

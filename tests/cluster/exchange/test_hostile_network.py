@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from ngsgd.cluster.exchange import collective, process_group, rendezvous
 from ngsgd.cluster.exchange.authentication import Channel, RefusedError, accepted, new_secret, opened
 from ngsgd.cluster.exchange.collective import GroupFailure, Step, StepRequest
-from ngsgd.cluster.exchange.process_group import Bytes, prove_members
+from ngsgd.cluster.exchange.process_group import Bytes, Group, prove_members
 from ngsgd.cluster.exchange.rendezvous import MemberStore, Rendezvous
 from ngsgd.optim.outer import Average, OuterInfo
 from tests.cluster.exchange.test_collective import PLAIN, Swarm
@@ -132,17 +133,17 @@ def swapped(content: Bytes) -> Bytes:
 
 
 def test_an_altered_result_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = process_group.GlooGroup
+    whole = process_group.Group
     swarm = Attacked(2)
     results = swarm.results((0, 1))
-    monkeypatch.setattr(process_group, "GlooGroup", lambda *arguments: Altered(whole(*arguments), swapped))
+    monkeypatch.setattr(process_group, "Group", lambda *given, **named: Altered(whole(*given, **named), swapped))
     assert not swarm.step(results)
     assert all(np.array_equal(result.sent.read(), vector)
                for result, vector in zip(results, swarm.vectors((0, 1)), strict=True))
     (message,) = swarm.exchange.news()
     assert "forged" in message and "version" not in message
-    monkeypatch.setattr(process_group, "GlooGroup", whole)
-    assert swarm.round((0, 1))
+    monkeypatch.setattr(process_group, "Group", whole)
+    assert swarm.round((0, 1), 1)
     assert swarm.exchange.news() == []
 
 
@@ -164,7 +165,7 @@ def test_a_peer_that_cannot_prove_the_secret_gets_no_parameters() -> None:
             pass
     group = Impostor()
     with pytest.raises(RefusedError):
-        prove_members(group, new_secret(), 1, 0, 2, time.monotonic() + HANGS_S)
+        prove_members(cast(Group, group), new_secret(), 1, 0, 2, time.monotonic() + HANGS_S)
     assert max(group.sent) < 100
 
 
@@ -175,21 +176,45 @@ def test_whatever_a_forged_message_raises_breaks_the_group_alone(monkeypatch: py
     monkeypatch.setattr(collective, "join", join)
     swarm = Swarm(PLAIN, 1)
     swarm.results((0,))
-    order = StepRequest("127.0.0.1", 1, 1, 0, 1, "gloo", 0.5, ((0, (0, 0, 1)),), 1,
-                        Step(Average(), OuterInfo(0, 1, 1, 0.1), {}, (1.0,)), {}, None, new_secret())
+    order = StepRequest("127.0.0.1", 1, 1, 0, 1, "gloo", 0.5, 1,
+                        Step(((0, (0, 0, 1)),), Average(), OuterInfo(0, 1, 1, 0.1), {}, (1.0,)), {}, None, new_secret())
     assert isinstance(swarm.members[0].step(order), GroupFailure)
 
 
-def test_a_group_that_fails_again_and_again_is_tried_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_fails_again_and_again_is_tried_less_often_with_one_incident(monkeypatch: pytest.MonkeyPatch) -> None:
     def join(*_: Any, **__: Any) -> Any:
         raise RuntimeError("disturbed")
     monkeypatch.setattr(collective, "join", join)
     swarm = Attacked(2)
-    for outer_iter in range(5):
+    tried = []
+    for outer_iter in range(40):
+        is_open, num_orders = swarm.exchange.is_open(outer_iter), len(swarm.orders)
         assert not swarm.step(swarm.results((0, 1), outer_iter))
-    assert len(swarm.orders) == 3
-    news = swarm.exchange.news()
-    assert len(news) == 3 and all("disturbed" in message for message in news)
+        assert (len(swarm.orders) > num_orders) == is_open
+        tried += [outer_iter] * is_open
+    assert tried == [0, 1, 3, 7, 15, 31]
+    # a worker joined, and the cause is gone
+    swarm.exchange.next_try = 0
+    (message,) = swarm.exchange.news()
+    assert "disturbed" in message
+    monkeypatch.setattr(collective, "join", process_group.join)
+    assert swarm.round((0, 1), 40) and swarm.round((0, 1), 41)
+    assert not swarm.exchange.news()
+    # the next failure is another one
+    monkeypatch.setattr(collective, "join", join)
+    assert not swarm.round((0, ), 42)
+    assert len(swarm.exchange.news()) == 1 and swarm.exchange.is_open(43)
+
+
+def test_an_address_on_which_the_coordinator_cannot_listen_makes_it_average() -> None:
+    swarm = Swarm(PLAIN, 2)
+    swarm.exchange.host = "192.0.2.1"  # of documentation: no machine has it
+    results = swarm.results((0, 1))
+    assert not swarm.step(results) and swarm.orders == []
+    (message,) = swarm.exchange.news()
+    assert "192.0.2.1" in message
+    swarm.exchange.host = "127.0.0.1"
+    assert swarm.round((0, 1), 1)
 
 
 # ------------------------------------------------------------------------------ rendezvous, channel
@@ -313,7 +338,7 @@ def test_a_group_of_threads_proves_its_members() -> None:
     def join(rank: int, secret: bytes) -> None:
         try:
             store = MemberStore("127.0.0.1", server.port, secrets[0], 60.0, 2)
-            group = process_group.GlooGroup(store, rank, 2, timedelta(seconds=60), "127.0.0.1")
+            group = process_group.Group("gloo", store, rank, 2, timeout_s=60.0, address="127.0.0.1", device=torch.device("cpu"))
             prove_members(group, secret, 1, rank, 2, time.monotonic() + HANGS_S)
             answers[rank] = "joined"
         except RefusedError:

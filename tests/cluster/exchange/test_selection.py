@@ -44,7 +44,8 @@ def test_the_way_follows_from_the_gpus(monkeypatch: pytest.MonkeyPatch, devices:
                                        is_nccl_possible: bool) -> None:
     found = [pretended(monkeypatch, properties) for properties in devices]
     # NCCL has not run between GPUs, so that only its name chooses it
-    assert choose_way("auto", found, jobs_keep_state=False)[0] == "shared_memory"
+    is_far = any(not properties[1] for properties in devices)
+    assert choose_way("auto", found, jobs_keep_state=False)[0] == ("collective" if is_far else "shared_memory")
     if is_nccl_possible:
         assert choose_way("nccl", found, jobs_keep_state=False)[0] == "nccl"
     else:
@@ -55,7 +56,11 @@ def test_the_way_follows_from_the_gpus(monkeypatch: pytest.MonkeyPatch, devices:
 @pytest.mark.parametrize("is_near", [True, False])
 def test_workers_on_cpus_never_use_nccl(is_near: bool) -> None:
     devices = [WorkerDevice.of(torch.device("cpu"), is_near=is_near)] * 2
-    assert choose_way("auto", devices, jobs_keep_state=False)[0] == "shared_memory"
+    assert choose_way("auto", devices, jobs_keep_state=False)[0] == ("shared_memory" if is_near else "collective")
+    # these have no group to average in
+    alone = "shared_memory" if is_near else "object_store"
+    assert choose_way("auto", devices[:1], jobs_keep_state=False)[0] == alone
+    assert choose_way("auto", devices, jobs_keep_state=True)[0] == alone
     with pytest.raises(ClusterError):
         choose_way("nccl", devices, jobs_keep_state=False)
 

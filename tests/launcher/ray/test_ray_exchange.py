@@ -14,12 +14,12 @@ from ray.exceptions import RayTaskError
 
 from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.fingerprint import Fingerprint
+from ngsgd.cluster.worker_process import Ready
 from ngsgd.config import ClusterConfig, OuterConfig, check
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.launcher.ray import pool as pool_module
 from ngsgd.launcher.ray.cluster import exchange_error
 from ngsgd.launcher.ray.pool import RayPool, WorkerSlot
-from ngsgd.launcher.ray.worker import Address
 from tests.toy import Run, config
 
 
@@ -27,21 +27,24 @@ def pool_of(tmp_path: Path, exchange: Any, devices: Sequence[WorkerDevice], line
     run = Run(tmp_path)
     spec = replace(run.spec, config=replace(run.config, cluster=ClusterConfig(exchange=exchange)))
     pool = RayPool(spec, 1, 1000, report=lines.append)
-    pool._slots = [WorkerSlot(index=index, actor=None, address=Address(device.host, 1 + index, Fingerprint(), device))
+    pool._slots = [WorkerSlot(index=index, actor=None, fingerprint=Fingerprint(),
+                              address=Ready(1 + index, Fingerprint(), device))
                    for index, device in enumerate(devices)]
     return pool
 
 
-def test_the_pool_reports_the_choice_where_there_is_one(tmp_path: Path) -> None:
+def test_the_pool_reports_the_choice_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     lines: list[str] = []
-    cpus = [WorkerDevice("here", True)] * 2
-    assert pool_of(tmp_path / "a", "auto", cpus, lines).chosen_exchange() == "shared_memory"
-    assert lines == []
+    near, far = WorkerDevice("here", True), WorkerDevice("there", False)
     gpus = [WorkerDevice("here", False, "0000:3b:00"), WorkerDevice("there", False, "0000:3b:00")]
-    assert pool_of(tmp_path / "b", "auto", gpus, lines).chosen_exchange() == "shared_memory"
-    assert len(lines) == 1
-    assert pool_of(tmp_path / "c", "nccl", gpus, lines).chosen_exchange() == "nccl"
-    assert len(lines) == 2
+    for number, (exchange, devices, num_lines) in enumerate([
+            ("auto", [near, near], 0), ("auto", [near, far], 1), ("auto", [far], 1), ("auto", gpus, 1), ("nccl", gpus, 1)]):
+        pool = pool_of(tmp_path / str(number), exchange, devices, lines)
+        pool.choose_exchange()
+        pool.choose_exchange()
+        assert len(lines) == num_lines
+        lines.clear()
 
 
 @pytest.mark.parametrize(("num_gpus", "is_refused"), [(0.0, True), (1.0, True), (2.0, False), (8.0, False)])
