@@ -43,8 +43,6 @@ ALLOWED_PRIVATE = {
     "_state": "the scalars of the Fisher estimate are compared with the paper's after each update",
     "_plan_of_one": "the reference follows the same splices, step by step",
     "_drawn": "1000 samples of one row, where a loss takes few",
-    "_of_libc": "counts calls of the kernel",
-    "_SLICED": "several slices with small matrices",
     "_CHUNK": "several chunks with small matrices",
     "_ROWS_AT_ONCE": "several passes with few rows",
     "_loss": "a copy of a task that changes between two passes",

@@ -29,7 +29,7 @@ WRONG: list[dict[str, Any]] = [
     {"betas": (0.9, 0.95)}, {"max_chnage": 1.0}]
 OF_METHODS: list[dict[str, Any]] = [
     {"damping": "1e-2"}, {"ema_decay": "0.9"}, {"curvature_interval": "3"}, {"curvature_interval": 2.5},
-    {"curvature_interval": ((0, 1), (3, "4"))}, {"kl_clip": "1e-3"}, {"max_grad_norm": "1"}, {"seed": "1"}, {"skip": "ReLU"},
+    {"curvature_interval": ((0, 1), (3, "4"))}, {"kl_clip": "1e-3"}, {"seed": "1"}, {"skip": "ReLU"},
     {"layer_options": {"0": {"damping": "1"}}}, {"graft": 1}]
 
 

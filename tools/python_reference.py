@@ -18,7 +18,7 @@ from typing import Any
 ENTRY = re.compile(r"^### (ngsgd\.[\w.]+)\n((?!#).*\n)*", re.MULTILINE)
 # a section of a run's configuration has more fields; docs/reference/settings.md lists them
 _MAX_PARAMETERS = 30
-_MAX_KEYS = 40
+_MAX_KEYS = 30
 
 
 def pages(folder: Path) -> dict[str, str]:

@@ -129,10 +129,6 @@ OPERATIONS: dict[str, Callable[[Draw], Any]] = {
     "linalg.damped_cholesky": lambda draw: linalg.damped_cholesky(draw.definite(40), 0.1),
     "linalg.eigh": lambda draw: linalg.eigh(draw.definite(40))[0],
     "linalg.inverse_root": lambda draw: linalg.inverse_root(draw.definite(40), 4, 1e-6),
-    "linalg.inverse_root_newton": lambda draw: linalg.inverse_root_newton(
-        draw.definite(40), 4, 1e-6
-    ),
-    "linalg.largest_eigenvalue": lambda draw: linalg.largest_eigenvalue(draw.definite(40)),
     "linalg.woodbury_rows": _woodbury,
     "linalg.less_upper_product": _less_upper,
     "linalg.upper_gram": lambda draw: linalg.upper_gram(
@@ -172,7 +168,6 @@ HOST_ONLY = (
     "tensors",
     "second_derivatives",
     "gemm.rows_of",
-    "gemm.forget_copies",
     "gemm.is_there",
     "gemm.is_faster",
     "fisher_projection.is_native",

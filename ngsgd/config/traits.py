@@ -37,8 +37,6 @@ class Traits:
     splits_work: bool = False
     # Ranks that average their gradients agree without another exchange.
     agrees_over_ranks: bool = False
-    # Inverts layers one by one, from the statistics only, which need not be kept.
-    passes_on: bool = False
     # Curvature updates do not need the gradient itself, which can stay factored.
     measures_rows_only: bool = False
     applies_first: bool = False  # The direction uses the curvature of earlier steps.
@@ -46,7 +44,7 @@ class Traits:
 
 
 _FISHER = Traits(fisher="any")
-_ROWS = replace(_FISHER, splits_work=True, passes_on=True)
+_ROWS = replace(_FISHER, splits_work=True)
 _LAST_ROWS = replace(_FISHER, one_minibatch=True, has_mean=False, measures_rows_only=True)
 _TENSORS = Traits(Axes("root_moment", "dimensions", "layer", "eigen"), joins_bias=False, splits_work=True, agrees_over_ranks=True)
 _TORCH = Traits(Axes("root_moment", "element", "element", "division"), every_step=True, fixed_length=True, joins_bias=False,
@@ -67,11 +65,18 @@ TRAITS: Mapping[str, Traits] = {
     "shampoo": _TENSORS,
     "soap": replace(_TENSORS, fixed_length=True, applies_first=True, converts=False),
     "psgd": Traits(Axes("absolute", "kronecker", "layer", "triangular")),
+    "ksd": Traits(Axes("exact", "free", "full", "krylov"), every_step=True, joins_bias=False),
+    "lissa": Traits(Axes("hessian", "free", "full", "neumann"), every_step=True, joins_bias=False, one_minibatch=True),
+    "lbfgs": replace(_MOMENTS, axes=Axes("bfgs", "gram", "full", "bfgs"), joins_bias=False, one_minibatch=True),
+    "neumann": replace(_MOMENTS, axes=Axes("hessian", "free", "full", "neumann"), every_step=True, joins_bias=False),
+    "kfra": Traits(Axes("exact", "kronecker", "layer", "cholesky"), fisher="averages"),
     "kbfgs": Traits(Axes("bfgs", "kronecker", "layer", "bfgs"), fisher="empirical", measures_rows_only=True),
     "hessian_free": Traits(Axes("exact", "free", "full", "cg"), every_step=True, joins_bias=False),
     "tnt": replace(_ROWS, axes=Axes("fisher", "dimensions", "layer", "cholesky"), measures_rows_only=True),
     "mfac": replace(_MOMENTS, axes=Axes("moment", "gram", "full", "smw")),
     "ggt": replace(_MOMENTS, axes=Axes("root_moment", "gram", "full", "eigen")),
+    "tonga_unit": replace(_MOMENTS, axes=Axes("moment", "low_rank", "unit", "smw")),
+    "fang": replace(_ROWS, axes=Axes("fisher", "sparse", "layer", "cholesky")),
     "tonga": replace(_MOMENTS, axes=Axes("moment", "low_rank", "layer", "smw")),
     "sfn": Traits(Axes("absolute", "dense", "layer", "eigen")),
     "esgd": Traits(Axes("absolute", "element", "element", "division"), joins_bias=False),

@@ -14,9 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Capture
-from ngsgd.curvature.forms.grad_forms import joined
+from ngsgd.curvature.forms.grad_forms import Inputs, joined, joined_inputs
 from ngsgd.curvature.forms.kronecker import SHARINGS
-from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
 from ngsgd.curvature.layer_decomposition import expansion_of
 from ngsgd.curvature.layers import (
     Affine,
@@ -28,7 +27,7 @@ from ngsgd.curvature.layers import (
     normalizes_over_minibatch,
     without_autocast,
 )
-from ngsgd.curvature.loss_interception import LossCalls
+from ngsgd.curvature.losses import LossCalls
 from ngsgd.curvature.quantities import (
     NORMALIZATIONS,
     PRODUCTS,

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.forms.grad_forms import EmbeddingGrad, OuterProduct, RowSum
-from ngsgd.curvature.forms.layer_inputs import DenseInputs, Inputs, Patches
+from ngsgd.curvature.forms.grad_forms import DenseInputs, EmbeddingGrad, Inputs, OuterProduct, Patches, RowSum
 from ngsgd.errors import ConfigError
 
 _PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -246,8 +245,7 @@ class Record:
         if self.call.weight is not None:
             shares[self.call.weight] = self.call.kind.weight_share(self.input, e_VNTO)
         if self.call.bias is not None:
-            weight = shares.get(self.call.weight or "")
-            shares[self.call.bias] = RowSum(e_VNTO, weight if isinstance(weight, OuterProduct) else None)
+            shares[self.call.bias] = RowSum(e_VNTO)
         return shares
 
 

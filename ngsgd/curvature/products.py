@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ngsgd.curvature.graph import pushing, residuals
 from ngsgd.curvature.layer_decomposition import expansion_of, plain_product
 from ngsgd.curvature.layers import without_autocast
-from ngsgd.curvature.loss_interception import LossCalls, require_linear
-from ngsgd.curvature.losses import LossCall, LossEvaluation
+from ngsgd.curvature.losses import LossCall, LossCalls, LossEvaluation, require_linear
 from ngsgd.curvature.samples import has_reentrant_checkpoint
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.ops.second_derivatives import REENTRANT

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.forms.grad_forms import DenseGrad, GradForm, OuterProduct, RowSum
+from ngsgd.curvature.forms.grad_forms import DenseGrad, GradForm, Inputs, OuterProduct, RowSum
 from ngsgd.curvature.forms.kronecker import Gram, Kronecker, add_inputs, output_rows
-from ngsgd.curvature.forms.layer_inputs import Inputs
 from ngsgd.curvature.layers import LayerCall
 from ngsgd.curvature.products import Pass, Products
 from ngsgd.errors import ConfigError

@@ -168,7 +168,7 @@ def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[LayerCall, Gradien
         # The Jacobian of a plain product of rows is its weight; autograd differentiates the others.
         if call is not None and call.weight is not None and isinstance(call.kind, Affine) \
                 and call.input.ndim <= 2 and edge.node.name() in ("AddmmBackward0", "MmBackward0"):
-            weight_OI = parameters[call.weight].detach()
+            weight_OI = parameters[call.weight].detach().to(G_DD)
             G_DD = weight_OI.T @ G_DD @ weight_OI
         else:
             G_DD = _through(G_DD, edge, inputs[0], num_samples)

@@ -112,11 +112,6 @@ def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: 
         total_MN.mul_(keep).add_(mm(a_MK, b_KN), alpha=scale)
 
 
-def forget_copies() -> None:
-    """Free the copy buffers of this thread; they are allocated again when needed."""
-    vars(thread_buffers).clear()
-
-
 def _require_shape(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
     # Torch would resize it before it is read, and the product would include uninitialized memory.
     if out_MN.shape != (a_MK.shape[0], b_KN.shape[1]):

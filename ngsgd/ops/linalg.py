@@ -88,49 +88,6 @@ def inverse_root(factor_DD: Tensor, root: int, ridge: float) -> Tensor:
     return gemm.mm(U_DD * damped_D.pow(-1.0 / root), U_DD.T)
 
 
-def inverse_root_newton(factor_DD: Tensor, root: int, ridge: float, *, tolerance: float = 1e-6, max_steps: int = 100) -> Tensor:
-    """Return the same by the coupled Newton iteration (Guo and Higham 2006), by GEMMs only."""
-    for dtype in (factor_DD.dtype, torch.float64):
-        A_DD = factor_DD.to(dtype, copy=True)
-        A_DD.diagonal().add_(ridge * largest_eigenvalue(A_DD))
-        if (found := _newton(A_DD, root, tolerance, max_steps)) is not None:
-            return found.to(factor_DD.dtype)
-    raise DivergenceError(f"Newton's iteration for the inverse root {root} of a factor of dimension {len(factor_DD)} does not "
-                          "converge; choose root_method=\"eigen\" or a larger ridge.")
-
-
-def _newton(A_DD: Tensor, root: int, tolerance: float, max_steps: int) -> Tensor | None:
-    identity_DD = torch.eye(len(A_DD), dtype=A_DD.dtype, device=A_DD.device)
-    z = (1.0 + root) / (2.0 * torch.linalg.matrix_norm(A_DD))
-    M_DD, H_DD = A_DD * z, identity_DD * z ** (1.0 / root)
-    for _ in range(max_steps):
-        error = (M_DD - identity_DD).abs().max()
-        if bool(error <= tolerance):
-            found: Tensor = H_DD
-            return found
-        if not bool(error.isfinite()):
-            return None
-        T_DD = ((root + 1.0) * identity_DD - M_DD) / root
-        M_DD = torch.linalg.matrix_power(T_DD, root) @ M_DD
-        H_DD = H_DD @ T_DD
-    return None
-
-
-def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int = 200) -> Tensor:
-    """Return the largest eigenvalue of a positive semidefinite matrix, by power iteration."""
-    # No symmetry of A can make this start vector orthogonal to the eigenvector.
-    v_D = torch.linspace(1.0, 2.0, len(A_DD), dtype=A_DD.dtype, device=A_DD.device).sin_()
-    v_D /= v_D.norm()
-    value = v_D.new_zeros(())
-    for _ in range(max_steps):
-        w_D = A_DD @ v_D
-        last, value = value, w_D.norm()
-        if not bool(value > 0.0) or bool((value - last).abs() <= tolerance * value):
-            break
-        v_D = w_D / value
-    return value
-
-
 def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -> Tensor:
     """Return x (U^T U + damping I)^-1 by the Cholesky root of U U^T + damping I; fast for N < D."""
     inner_NX = torch.cholesky_solve(gemm.mm(U_ND, x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)

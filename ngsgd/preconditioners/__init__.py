@@ -7,10 +7,24 @@ from ngsgd.preconditioners.fisher_method import SimpleNG
 from ngsgd.preconditioners.gradient_maker import DummyObject, GradientMaker
 from ngsgd.preconditioners.methods.combination import Method
 from ngsgd.preconditioners.methods.kbfgs import KBFGS
-from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, SKFAC, TNT
-from ngsgd.preconditioners.methods.named import ESGD, GGT, MFAC, SFN, TONGA, AdaHessian, DiagonalNG, FullNG, LayerWiseNG, UnitWiseNG
+from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, KFRA, SKFAC, TNT
+from ngsgd.preconditioners.methods.named import (
+    ESGD,
+    FANG,
+    GGT,
+    MFAC,
+    SFN,
+    TONGA,
+    AdaHessian,
+    DiagonalNG,
+    FullNG,
+    LayerWiseNG,
+    UnitTONGA,
+    UnitWiseNG,
+)
+from ngsgd.preconditioners.methods.parameter_history import LBFGS, Neumann
 from ngsgd.preconditioners.methods.psgd import PSGD
-from ngsgd.preconditioners.methods.second_derivatives import HessianFree
+from ngsgd.preconditioners.methods.second_derivatives import KSD, HessianFree, LiSSA
 from ngsgd.preconditioners.methods.seng_smw import SENG, SMWNG
 from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
@@ -20,14 +34,17 @@ METHODS: dict[str, type[Any]] = {
     "kfac": KFAC, "skfac": SKFAC, "ekfac": EKFAC,
     "diagonal": DiagonalNG, "unit": UnitWiseNG, "layer": LayerWiseNG, "full": FullNG,
     "seng": SENG, "smw": SMWNG, "shampoo": Shampoo, "soap": SOAP, "psgd": PSGD, "kbfgs": KBFGS, "hessian_free": HessianFree,
-    "tnt": TNT, "mfac": MFAC, "ggt": GGT, "tonga": TONGA, "sfn": SFN, "esgd": ESGD, "adahessian": AdaHessian,
+    "ksd": KSD, "lissa": LiSSA, "lbfgs": LBFGS, "neumann": Neumann, "kfra": KFRA, "fang": FANG, "tnt": TNT,
+    "mfac": MFAC, "ggt": GGT, "tonga": TONGA, "tonga_unit": UnitTONGA, "sfn": SFN, "esgd": ESGD, "adahessian": AdaHessian,
     "simple": SimpleNG, "adam": Adam, "adamw": AdamW, "muon": Muon,
 }
 
 __all__ = [
-    "EKFAC", "ESGD", "GGT", "KBFGS", "KFAC", "METHODS", "MFAC", "PSGD", "SENG", "SFN", "SKFAC", "SMWNG", "SOAP", "TNT", "TONGA",
-    "AdaHessian", "Adam", "AdamW", "DiagonalNG", "DummyObject", "FullNG", "GradientMaker", "HessianFree",
-    "LayerWiseNG", "Method", "Muon", "Preconditioner", "Shampoo", "SimpleNG", "UnitWiseNG",
+    "EKFAC", "ESGD", "FANG", "GGT", "KBFGS", "KFAC", "KFRA", "KSD", "LBFGS", "METHODS", "MFAC",
+    "PSGD", "SENG", "SFN", "SKFAC", "SMWNG", "SOAP", "TNT", "TONGA", "AdaHessian", "Adam", "AdamW",
+    "DiagonalNG", "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "LiSSA",
+    "Method", "Muon", "Neumann", "Preconditioner", "Shampoo", "SimpleNG", "UnitTONGA",
+    "UnitWiseNG",
 ]
 
 

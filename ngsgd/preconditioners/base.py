@@ -45,7 +45,6 @@ class Preconditioner(Estimates):
         ema_decay: decay of the moving average of the curvature, in [0, 1); 0 uses the last
             minibatch only. Default 0.95.
         kl_clip: limit on lr^2 <P g, g>, for which `step` needs lr; 0 = none (default).
-        max_grad_norm: limit on the L2 norm of the preconditioned gradient; 0 = none (default).
         graft: "gradient" gives each layer's direction the norm of its gradient; default "none".
         skip: modules (by name, pattern or class) and parameters (by name or pattern) that keep
             their gradient.
@@ -309,7 +308,7 @@ class Preconditioner(Estimates):
         left_OO, right_II = factors
         block = self.blocks.names(name)
         bias = left_OO @ grads[block[1]] if len(block) > 1 else None
-        parts = multiplied_right(gemm.mm(left_OO, grads[name].flatten(1)), bias, right_II)
+        parts = multiplied_right(gemm.mm(left_OO, grads[name].reshape(len(left_OO), -1)), bias, right_II)
         return {each: part.view_as(grads[each]) for each, part in zip(block, parts, strict=False) if part is not None}
 
     def option(self, name: str, key: str) -> float:
@@ -342,10 +341,6 @@ class Preconditioner(Estimates):
             change = lr * lr * sum(float((found[name] * g).sum()) for name, g in grads.items())
             factor = min(1.0, (self.kl_clip / max(abs(change), _TINY)) ** 0.5)
             found = {name: value * factor for name, value in found.items()}
-        if self.max_grad_norm and found:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(found.values()))))
-            scale = (self.max_grad_norm / norm.clamp(min=_TINY)).clamp(max=1.0)
-            found = {name: value * scale for name, value in found.items()}
         return found
 
 

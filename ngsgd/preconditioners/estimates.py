@@ -95,6 +95,9 @@ class Estimates(MethodArguments):
         self.seen_parameters: list[tuple[Any, ...]] = []
         self.follow(dict(self.model.named_parameters()))
 
+    def settle(self) -> None:
+        """Bring the statistics up to date, of methods that keep them elsewhere."""
+
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout | None:
         """Return the shapes of `entry`, the tensors of a parameter; None: they are not checked."""
         return None
@@ -124,6 +127,7 @@ class Estimates(MethodArguments):
             return False
         if (device := next(iter(parameters.values())).device) != self.generator.device:
             self.generator = torch.Generator(device).manual_seed(self.seed)
+        self.settle()
         now = [(name, *one) for name, one in zip(parameters, seen, strict=True)]
         layers_differ = [(name, shape, is_trained) for name, shape, *_, is_trained in before] \
             != [(name, shape, is_trained) for name, shape, *_, is_trained in now]
@@ -217,6 +221,7 @@ class Estimates(MethodArguments):
 
         Statistics, weight, inverses; "" holds the counters, the method and the shapes of the model.
         """
+        self.settle()
         state: dict[str, dict[str, Any]] = {}
         for name in sorted({*self.statistics, *self.inverses}):
             state[name] = {key: value.clone() for key, value in self._entry(name).items()}

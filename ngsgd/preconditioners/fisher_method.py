@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ngsgd.config.traits import TRAITS
 from ngsgd.errors import ConfigError, warn
 from ngsgd.ops.simple_natural_gradient import precondition_simple
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.estimates import is_finite
 from ngsgd.preconditioners.fisher_recorder import FISHERS, FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.states import Layout, State
 
@@ -39,7 +37,8 @@ class FisherMethod(Preconditioner):
     num_draws: int = 1
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *self.choice("fisher", *FISHERS), *self.at_least("num_draws", 1)]
+        known = ("averages",) if self.traits.fisher == "averages" else FISHERS
+        found = [*super().problems(), *self.choice("fisher", *known), *self.at_least("num_draws", 1)]
         if self.num_draws > 1 and self.fisher != "mc":
             found.append(f"num_draws has no effect with fisher={self.fisher!r}; remove it.")
         if self.traits.fisher == "empirical" and self.fisher in ("mc", "exact"):
@@ -84,7 +83,7 @@ class FisherMethod(Preconditioner):
         if recorder is not None:
             recorder.forget()
         seen = {*sample.rows, *sample.squares}
-        self.update_curvature(replace(sample, is_last=True))
+        self.update_curvature(sample)
         if self.last["curvature"] is None and seen:
             covered = {*seen, *(self.blocks.bias_of.get(name) for name in seen)}
             sizes = {name: p.numel() for name, p in self.parameters.items() if p.requires_grad and name not in self.skipped}
@@ -103,7 +102,7 @@ class FisherMethod(Preconditioner):
             self.blocks.bias_of.pop(name, None)
         measured: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
         if self.replicas.comm is None:
-            for name, rows in seen.layers():
+            for name, rows in seen.rows.items():
                 self.blocks.bias_of[name] = rows.bias
                 self.update_statistics(name, rows)
         else:
@@ -117,28 +116,15 @@ class FisherMethod(Preconditioner):
 
     def update_statistics(self, name: str, rows: Rows) -> None:
         """Update with the rows of one layer."""
-        new = self.measure(name, rows)
-        if not self.is_passed_on(name):
-            self.average_in(name, new)
-        elif is_finite(new):
-            self.pass_on(name, new)
-        else:
-            self.note_skipped()
+        self.average_in(name, self.measure(name, rows))
 
-    def is_passed_on(self, name: str) -> bool:
-        """Return whether the statistics of a layer are unused after the inversion."""
-        return self.traits.passes_on and self.option(name, "ema_decay") == 0.0 and self.averaging != "average" \
-            and self.is_due("inverse")
-
-    def pass_on(self, name: str, new: State) -> None:
-        """Invert statistics, in their memory or that of the last inverse if supported."""
-        self.inverses.pop(name, None)
-        self.statistics.forget(name)
-        self.overwrites = True
-        try:
-            self.inverses[name] = self.inverted(name, new)
-        finally:
-            self.overwrites = False
+    def refresh(self) -> None:
+        super().refresh()
+        if self.traits.splits_work and self.replicas.comm is None and self.averaging != "average":
+            # Statistics without a history are not used again.
+            for name in [name for name, known in self.statistics.items()
+                         if "squares" not in known and not self.option(name, "ema_decay")]:
+                self.statistics.forget(name)
 
     def inverted(self, name: str, known: State) -> State:
         return known if "squares" in known else super().inverted(name, known)

@@ -5,6 +5,8 @@ F = 1/R sum_r g_r g_r^T over R rows of the loss, whatever its reduction, masks o
     "empirical"  of the loss itself, from the ordinary backward pass
     "mc"         of `num_draws` Monte Carlo samples of the targets from the prediction
     "exact"      columns of the root of the loss Hessian: F is the generalized Gauss-Newton matrix
+    "averages"   of KFRA: rows whose products add up to the factor of the outputs; they are not
+                 those of the samples at their places
 
 Letters: V vectors, N samples, T positions, R rows, I inputs (and 1 for the bias), O outputs.
 """
@@ -23,14 +25,18 @@ from torch.autograd.graph import get_gradient_edge
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Capture
 from ngsgd.curvature.forms.grad_forms import OuterProduct, joined
-from ngsgd.curvature.layers import LayerCall, Record, UseShare, without_autocast
-from ngsgd.curvature.loss_interception import LossCalls
+from ngsgd.curvature.layers import Affine, Convolution, LayerCall, Record, UseShare, without_autocast
+from ngsgd.curvature.losses import LossCalls
 from ngsgd.curvature.samples import next_calls, probe
+from ngsgd.curvature.second_order import factor_of, output_moment, recursion
 from ngsgd.errors import ConfigError
+from ngsgd.ops.linalg import eigh
 
 FISHERS = ("empirical", "mc", "exact")
 # Columns of the loss root that are propagated together.
 _CHUNK = 64
+# of the matrix of an operation in the recursion of averages
+_MAX_FLOATS = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +72,6 @@ class FisherSample:
     num_rows: int = 0                                          # R
     # empirical: ratio of e to the derivatives of the loss itself
     scale: float = 1.0
-    # Set if the sample is not used again.
-    is_last: bool = False
-
-    def layers(self) -> Iterator[tuple[str, Rows]]:
-        """Yield (weight, rows) of each layer; free their source if this is the last use."""
-        for name in list(self.rows):
-            rows = self.rows[name]
-            if self.is_last and isinstance(self.rows, _LayerByLayer):
-                self.rows.let_go(name)
-            yield name, rows
 
 
 class FisherRecorder:
@@ -231,6 +227,8 @@ class FisherRecorder:
             elif self._fisher == "exact":
                 N = self._capture.num_samples_seen(view.output)
                 self._send(view, list(view.columns(N, _CHUNK)))
+            elif self._fisher == "averages":
+                self._send_averages(view)
 
     def _begin(self, output: Tensor, target: Tensor) -> None:
         """Check the layers below a loss, and join the samples of model calls that it compares."""
@@ -285,9 +283,33 @@ class FisherRecorder:
             for call, e_VM in swept:
                 found[call].append(e_VM)
         for call, es in found.items():
-            self._group(self._task, call.forward)
-            record = self._capture.record(call, es[0] if len(es) == 1 else torch.cat(es))
-            self._records[(self._task, call.forward), self._pass].append(record)
+            self._keep(call, es[0] if len(es) == 1 else torch.cat(es))
+
+    def _keep(self, call: LayerCall, e_VM: Tensor) -> None:
+        self._group(self._task, call.forward)
+        self._records[(self._task, call.forward), self._pass].append(self._capture.record(call, e_VM))
+
+    def _send_averages(self, view: losses.LossEvaluation) -> None:
+        capture, calls = self._capture, dict(self._capture.open_calls)
+        N = capture.num_samples_seen(view.output)
+        moment_DD = output_moment(view, N)
+        # without eigenvalues: the minibatch is counted as skipped
+        if not bool(moment_DD.isfinite().all()):
+            for call in calls:
+                self._keep(call, moment_DD.new_full((1, *call.output_shape), torch.nan))
+            return
+        with capture.paused():
+            found = recursion(moment_DD, get_gradient_edge(view.output), calls, N, _MAX_FLOATS, capture.parameters)
+        for call, G_DD in found.items():
+            if not isinstance(call.kind, Affine | Convolution) or getattr(call.kind, "groups", 1) > 1:
+                raise ConfigError(f"layer {call.layer} has no Kronecker factors for KFRA; add it to skip=, or choose KFAC.")
+            values_O, U_OO = eigh(factor_of(call, G_DD, "expand"))
+            M, O = call.output_shape[0], len(values_O)  # noqa: E741
+            root_XO = nn.functional.pad((U_OO * values_O.clamp(min=0.0).sqrt()).T, (0, 0, 0, -O % M))
+            e_VMOT = G_DD.new_zeros(len(root_XO) // M, M, O, call.output_shape.numel() // (M * O))
+            e_VMOT[..., 0] = root_XO.view(-1, M, O)
+            e_VM = e_VMOT if isinstance(call.kind, Convolution) else e_VMOT.mT.contiguous()
+            self._keep(call, e_VM.view(-1, *call.output_shape))
 
     def _arrived(self, call: LayerCall, e_M: Tensor) -> None:
         if self._fisher == "empirical":
@@ -317,10 +339,6 @@ class _LayerByLayer(Mapping[str, Rows]):
         V = max(len(rows.e_VNTO) for rows in parts)
         e_VNTO = [nn.functional.pad(rows.e_VNTO, (0, 0, 0, 0, 0, 0, 0, V - len(rows.e_VNTO))) for rows in parts]
         return Rows(name, parts[0].bias, torch.cat([rows.a_NTI for rows in parts]), torch.cat(e_VNTO, dim=1), self._num_rows)
-
-    def let_go(self, name: str) -> None:
-        """Free the records of a layer; it has no rows afterwards."""
-        del self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

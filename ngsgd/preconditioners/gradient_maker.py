@@ -10,7 +10,6 @@ Source: arXiv 2305.04684, section 4.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,19 +22,8 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.blocks import require_parameters
 
 
-def _arithmetic(operation: Callable[[Any, Any], Any], told: str, *,
-                reflected: bool = False) -> Callable[[DummyObject, Any], DummyObject]:
-    """Return the method of a placeholder for an operator."""
-    def method(self: DummyObject, other: Any) -> DummyObject:
-        def later(value: Any, output: Any) -> Any:
-            known = resolved(other, output)
-            return operation(known, value) if reflected else operation(value, known)
-        return self._noted(later, told)
-    return method
-
-
 class DummyObject:
-    """Placeholder that records indexing, attributes, calls and arithmetic, for a later value."""
+    """Placeholder that records indexing, attributes and calls, for a later value."""
 
     def __init__(self, resolve: Callable[[Any], Any] | None = None, told: str = "output") -> None:
         self._resolve, self._told = resolve, told
@@ -58,17 +46,6 @@ class DummyObject:
     def __bool__(self) -> bool:
         raise TypeError(f"{self._told} is not computed yet, so no decision can depend on it; move "
                         "the decision into the loss function")
-
-    __add__ = _arithmetic(operator.add, "({} + ..)")
-    __radd__ = _arithmetic(operator.add, "(.. + {})", reflected=True)
-    __sub__ = _arithmetic(operator.sub, "({} - ..)")
-    __rsub__ = _arithmetic(operator.sub, "(.. - {})", reflected=True)
-    __mul__ = _arithmetic(operator.mul, "({} * ..)")
-    __rmul__ = _arithmetic(operator.mul, "(.. * {})", reflected=True)
-    __truediv__ = _arithmetic(operator.truediv, "({} / ..)")
-
-    def __neg__(self) -> DummyObject:
-        return self._noted(lambda value, output: -value, "-{}")
 
     def __repr__(self) -> str:
         return f"DummyObject({self._told})"

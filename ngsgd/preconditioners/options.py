@@ -80,7 +80,6 @@ class MethodArguments(Arguments):
     inverse_interval: Interval = 1
     ema_decay: float = 0.95
     kl_clip: float = 0.0
-    max_grad_norm: float = 0.0
     graft: str = "none"
     skip: tuple[str, ...] = ()
     layer_options: Mapping[str, Mapping[str, float]] | None = None
@@ -97,7 +96,7 @@ class MethodArguments(Arguments):
     def problems(self) -> list[str]:
         found = [] if self.damping > 0.0 else [f"damping is {self.damping}; it must be above 0."]
         found += self.decay("ema_decay")
-        found += [problem for name in ("kl_clip", "max_grad_norm") for problem in self.at_least(name, 0, ", where 0 is no limit")]
+        found += self.at_least("kl_clip", 0, ", where 0 is no limit")
         found += [*self.choice("graft", "none", "gradient"), *self.choice("averaging", "reset", "keep", "average")]
         if self.traits.one_minibatch and (self.ema_decay or "ema_decay" in own_options(self.layer_options)):
             found.append("ema_decay must be 0, because rows of different minibatches have no average.")

@@ -41,7 +41,7 @@ class Replicas:
     def split(self, group: Any) -> None:
         """Split the work over the ranks of a process group; ConfigError if the method cannot."""
         if not self._traits.splits_work:
-            raise ConfigError(f"{self._method} cannot split its work over ranks; KFAC, TNT, DiagonalNG, UnitWiseNG, "
+            raise ConfigError(f"{self._method} cannot split its work over ranks; KFAC, TNT, FANG, DiagonalNG, UnitWiseNG, "
                               "LayerWiseNG, Shampoo and SOAP can.")
         self.comm = ProcessGroupComm(group, next(self._model.parameters()).device)
 
@@ -61,7 +61,7 @@ class Replicas:
             self.split(group)
         elif not self._traits.splits_work and not self._traits.agrees_over_ranks:
             raise ConfigError(f"{self._method} does not support DistributedDataParallel: each rank would use the curvature of "
-                              "its own rows, and the replicas would diverge. Choose KFAC, TNT, DiagonalNG, UnitWiseNG, "
+                              "its own rows, and the replicas would diverge. Choose KFAC, TNT, FANG, DiagonalNG, UnitWiseNG, "
                               "LayerWiseNG, Shampoo or SOAP, which average it over the ranks.")
         self._has_ddp = True
 
@@ -124,16 +124,22 @@ class ProcessGroupComm:
 
     def exchanged(self, mine: Mapping[str, State], layers: Mapping[tuple[str, str], torch.Size]) -> dict[str, State]:
         """Return the states of all ranks by layer; shapes of statistics must be equal on them."""
+        # the library itself needs no safetensors
+        from safetensors.torch import load, save
         self._require_equal(layers)
         found: dict[str, State] = {}
         for root in range(self.size):
-            packed = _packed(mine, self._device) if root == self.rank else None
-            size = torch.tensor([0 if packed is None else len(packed)], device=self._device)
+            own = b"" if root != self.rank else save(
+                {json.dumps([name, key]): value.contiguous() for name, state in mine.items() for key, value in state.items()})
+            size = torch.tensor([len(own)], device=self._device)
             self._send(size, root)
-            packed = torch.empty(int(size), dtype=torch.uint8, device=self._device) if packed is None else packed
+            packed = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else torch.empty(int(size), dtype=torch.uint8)
+            packed = packed.to(self._device)
             self._send(packed, root)
-            found |= mine if root == self.rank else _unpacked(packed)
-        return found
+            for both, value in {} if root == self.rank else load(packed.cpu().numpy().tobytes()).items():
+                name, key = json.loads(both)
+                found.setdefault(name, {})[key] = value.to(self._device)
+        return {**found, **mine}
 
     def _require_equal(self, shapes: Mapping[tuple[str, str], torch.Size]) -> None:
         """Raise ConfigError on all ranks if the layers of two ranks differ."""
@@ -157,25 +163,3 @@ class ProcessGroupComm:
         options = _c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self._group.broadcast([value], options).wait()
-
-
-def _packed(states: Mapping[str, State], device: torch.device) -> Tensor:
-    """Pack states as bytes: length of the description, description, numbers."""
-    values = [(name, key, value.contiguous()) for name, state in states.items() for key, value in state.items()]
-    told = json.dumps([(name, key, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, key, value in values])
-    # Names are escaped, so characters are bytes.
-    head = len(told).to_bytes(8, "little") + told.encode()
-    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device),
-                      *(value.reshape(-1).view(torch.uint8).to(device) for _, _, value in values)])
-
-
-def _unpacked(packed: Tensor) -> dict[str, State]:
-    length = int.from_bytes(bytes(packed[:8].tolist()), "little")
-    place, found = 8 + length, dict[str, State]()
-    for name, key, kind, shape in json.loads(bytes(packed[8:place].cpu().numpy())):
-        dtype = getattr(torch, kind)
-        size = int(torch.Size(shape).numel()) * dtype.itemsize
-        # A copy, because 8-byte numbers must be aligned to 8 bytes.
-        found.setdefault(name, {})[key] = packed[place:place + size].clone().view(dtype).view(shape)
-        place += size
-    return found

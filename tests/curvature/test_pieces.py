@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature import collect, losses
-from ngsgd.curvature.forms import grad_forms, kronecker, memory
-from ngsgd.curvature.forms.grad_forms import OuterProduct
-from ngsgd.curvature.forms.layer_inputs import DenseInputs, Patches
+from ngsgd.curvature.forms import grad_forms, kronecker
+from ngsgd.curvature.forms.grad_forms import DenseInputs, OuterProduct, Patches
 from ngsgd.curvature.graph import vector_products
 from tests.curvature.support import close
 
 
-@pytest.mark.parametrize("sliced", [1, 1 << 20])   # a sample at a time, and all at once
+@pytest.mark.parametrize("chunk", [1, 1 << 22])   # a sample at a time, and all at once
 @pytest.mark.parametrize(("shape", "kernel", "stride", "dilation", "padding"), [
     ((3, 4, 11), (3,), (1,), (2,), (0,)),
     # one output: windows that have nothing in common
@@ -26,14 +24,13 @@ from tests.curvature.support import close
     ((3, 2, 6, 7), (3, 2), (1, 2), (1, 2), (1, 0)),
     ((3, 2, 5, 6), (2, 3), (1, 1), (2, 1), (0, 1)),
     ((2, 2, 4, 5, 4), (2, 1, 3), (1, 2, 1), (1, 1, 1), (1, 0, 1))])
-def test_the_moment_of_overlapping_patches_is_that_of_the_patches(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...],
+def test_the_moment_of_patches_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...],
                                                                    kernel: tuple[int, ...], stride: tuple[int, ...],
                                                                    dilation: tuple[int, ...], padding: tuple[int, ...],
-                                                                   sliced: int) -> None:
-    monkeypatch.setattr(kronecker, "_SLICED", sliced)
+                                                                   chunk: int) -> None:
+    monkeypatch.setattr(kronecker, "_CHUNK", chunk)
     torch.manual_seed(0)
     inputs = Patches(torch.randn(shape).double(), kernel, stride, dilation, [(side, side) for side in padding], shape[0])
-    assert inputs.overlap
     a_XI = inputs.rows(0, shape[0]).flatten(0, 1)
     total = kronecker.Gram()
     num_rows, moment_II = kronecker.add_inputs(total, inputs, "expand"), total.total()
@@ -57,18 +54,6 @@ def test_classes_without_probability_are_never_drawn() -> None:
     p_RC = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
     y_RM = losses._drawn(p_RC, 1000, torch.Generator().manual_seed(0))
     assert set(y_RM[0].tolist()) == {1, 3} and set(y_RM[1].tolist()) == {4} and set(y_RM[2].tolist()) == {0}
-
-
-@pytest.mark.parametrize("pages", ["as they are", "none to ask for"])
-def test_large_results_are_ordinary_tensors(monkeypatch: pytest.MonkeyPatch, pages: str) -> None:
-    if pages == "none to ask for":
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    memory._of_libc.cache_clear()
-    like = torch.zeros(1, dtype=torch.float64)
-    x: Tensor = memory.empty(like, 3, 1 << 18)
-    memory._of_libc.cache_clear()
-    x.fill_(2.0)
-    assert x.shape == (3, 1 << 18) and x.dtype == torch.float64 and float(x.sum()) == 6.0 * (1 << 18)
 
 
 # a vector of a sample at a time; three of them; all at once

@@ -23,8 +23,8 @@ from tests.device import waits
 from tests.device.cases import CASES, NOT_RUN
 
 ROOT = Path(__file__).parents[2]
-# names that compute nothing on a device by themselves
-_NO_STEP = {"DummyObject", "METHODS", "Preconditioner", "GradientMaker", "Optimizer", "StepActivity"}
+# names that compute nothing on a device by themselves, and KFRA, as in NOT_RUN
+_NO_STEP = {"DummyObject", "METHODS", "Preconditioner", "GradientMaker", "Optimizer", "StepActivity", "KFRA"}
 # tests that look at certain cases
 _READ_MANY = {"test_no_update_of_estimates_waits"}
 # launches relative to torch.optim.SGD(momentum, foreach=True): 55 to 35, 75 to 41, 140 to 119, 220

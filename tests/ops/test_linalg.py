@@ -16,8 +16,6 @@ from ngsgd.ops.linalg import (
     doubly_damped,
     eigh,
     inverse_root,
-    inverse_root_newton,
-    largest_eigenvalue,
     less_upper_product,
     upper_gram,
     woodbury_rows,
@@ -53,8 +51,6 @@ def test_non_finite_values_are_reported() -> None:
         damped_inverse(bad, 1.0)
     with pytest.raises(DivergenceError, match="eigenvalues"):
         eigh(bad)
-    with pytest.raises(DivergenceError, match="converge"):
-        inverse_root_newton(bad, 4, 1e-6)
 
 
 @pytest.mark.parametrize("root", [2, 4, 6])
@@ -63,13 +59,9 @@ def test_inverse_roots(root: int) -> None:
     damped = A + 1e-6 * torch.eye(12, dtype=torch.float64)   # the largest eigenvalue is 1
     eye = torch.eye(12, dtype=torch.float64)
     torch.testing.assert_close(torch.linalg.matrix_power(inverse_root(A, root, 1e-6), root) @ damped, eye, rtol=0.0, atol=1e-9)
-    # Newton's iteration ends at an error of 1e-6
-    torch.testing.assert_close(inverse_root_newton(A, root, 1e-6), inverse_root(A, root, 1e-6), rtol=1e-4, atol=1e-5)
 
 
-def test_power_iteration_and_woodbury() -> None:
-    A = _spd(1e4)
-    torch.testing.assert_close(largest_eigenvalue(3.0 * A), torch.tensor(3.0, dtype=torch.float64), rtol=1e-4, atol=0.0)
+def test_woodbury() -> None:
     U, right = torch.randn(3, 12, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
     wanted = torch.linalg.solve(U.T @ U + 0.1 * torch.eye(12, dtype=torch.float64), right)
     root = torch.linalg.cholesky(U @ U.T + 0.1 * torch.eye(3, dtype=torch.float64))

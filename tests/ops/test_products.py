@@ -122,16 +122,6 @@ def test_memory_first_kept_in_inference_mode_serves_training_too(onednn: None, m
     torch.testing.assert_close(gemm.mm(a, b), a @ b)
 
 
-def test_memory_kept_for_copies_may_be_freed(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "thread_buffers", threading.local())
-    a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
-    gemm.mm(a, b)
-    assert len(vars(gemm.thread_buffers)) == 2
-    gemm.forget_copies()
-    assert not vars(gemm.thread_buffers)
-    torch.testing.assert_close(gemm.mm(a, b), a @ b)
-
-
 def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "is_faster", lambda: True)
     with Calls() as calls:

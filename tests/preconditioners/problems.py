@@ -104,3 +104,27 @@ def joint(gradients: dict[str, Tensor], layer: str) -> Tensor:
 def close(found: Tensor, wanted: Tensor) -> None:
     """Both float64, dimensions up to a hundred: the rounding of a solve at condition 1e5."""
     torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-10)
+
+
+def order_of(case: Problem, names: list[str]) -> Tensor:
+    """Where the elements of a block, with the bias last, are in the sorted flat vector."""
+    sizes, starts, start = dict(case.model.named_parameters()), {}, 0
+    for name, p in sorted(sizes.items()):
+        starts[name], start = torch.arange(start, start + p.numel()).view(len(p), -1), start + p.numel()
+    blocks = [torch.cat([starts[name] for name in names if name.startswith(layer)], dim=1).flatten()
+              for layer in sorted({name[0] for name in names})]
+    return torch.cat(blocks)
+
+
+def step_of(preconditioner: Preconditioner, case: Problem, step: int) -> dict[str, Tensor]:
+    """A step of SGD on a minibatch that depends on its number; the direction."""
+    case.model.zero_grad()
+    preconditioner.evaluate(lambda: case.loss(case.model(at_step(case, step))))
+    preconditioner.step(lr=0.01)
+    found = gradients_of(case.model)
+    move(case.model, 0.01)
+    return found
+
+
+def at_step(case: Problem, step: int) -> Tensor:
+    return case.x + 0.3 * torch.randn(case.x.shape, generator=torch.Generator().manual_seed(step), dtype=case.x.dtype)

@@ -46,6 +46,10 @@ class Feature:
     # the input is words
     words: bool = False
 
+    def refuses(self, kind: str) -> bool:
+        """Whether a method raises ConfigError; KFRA takes chains of layers that have factors."""
+        return kind in self.errors or (kind == "kfra" and self.label in NOT_CHAINS)
+
 
 class Net(nn.Module):
     """The parts one after the other, then the mean over positions."""
@@ -113,10 +117,13 @@ def _sdpa() -> nn.Module:
                  qkv=nn.Linear(D, 3 * D))
 
 
-SECOND_ORDER = ("psgd", "hessian_free", "sfn", "esgd", "adahessian")
+SECOND_ORDER = ("psgd", "hessian_free", "ksd", "lissa", "sfn", "esgd", "adahessian")
 SPLIT = tuple(kind for kind in METHODS
               if METHODS[kind].traits.splits_work or METHODS[kind].traits.agrees_over_ranks)
 FIRST = ("first.weight",)
+NOT_CHAINS = ("convolution with groups", "BatchNorm (training)", "LayerNorm, RMSNorm", "GroupNorm", "Embedding",
+              "tied weights (embedding and output)", "MultiheadAttention", "scaled_dot_product_attention",
+              "LSTM, GRU, RNN", "any loss, with `num_rows=`")
 FEATURES = (
     Feature("Linear", _linear, (*FIRST, "first.bias")),
     Feature("Conv1d, Conv2d, Conv3d", _convolutions,
@@ -148,7 +155,7 @@ FEATURES = (
             way_out='`skip=("scale.gamma",)`: it keeps its plain gradient'),
     Feature("bfloat16 parameters", _linear, FIRST, loop="bfloat16"),
     Feature("any loss, with `num_rows=`", _linear, FIRST, loop="any loss",
-            errors=("hessian_free",), named='products="hessian"', way_out='`products="hessian"`',
+            errors=("hessian_free", "ksd"), named='products="hessian"', way_out='`products="hessian"`',
             remedy={"products": "hessian"}),
     Feature("checkpoint(use_reentrant=False)", _linear, FIRST, loop="checkpoint"),
     Feature("checkpoint(use_reentrant=True)", _linear, FIRST, loop="reentrant",
@@ -174,12 +181,13 @@ def table() -> str:
     """The table in Markdown: methods that agree in all rows have one column."""
     columns: dict[tuple[bool, ...], list[str]] = {}
     for kind in METHODS:
-        columns.setdefault(tuple(kind in feature.errors for feature in FEATURES), []).append(kind)
+        columns.setdefault(tuple(feature.refuses(kind) for feature in FEATURES), []).append(kind)
     heads = [", ".join(f"`{kind}`" for kind in kinds) for kinds in columns.values()]
     lines = [f"| | {' | '.join(heads)} | way out of an error |", "|---" * (len(heads) + 2) + "|"]
     for number, feature in enumerate(FEATURES):
         cells = ["error" if errors[number] else "works" for errors in columns]
-        lines.append(f"| {' | '.join([feature.label, *cells, feature.way_out])} |")
+        way_out = feature.way_out or ("`kfac`" if feature.label in NOT_CHAINS else "")
+        lines.append(f"| {' | '.join([feature.label, *cells, way_out])} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from ngsgd.config.traits import Axes
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, SMWNG, LayerWiseNG, Method, Preconditioner
 from ngsgd.preconditioners.methods.combination import CURVATURES, FORMS, problems_of
-from tests.preconditioners.problems import NAMES, Problem, close, gradients_of, joint, move, problem
+from tests.preconditioners.problems import NAMES, Problem, at_step, close, gradients_of, joint, order_of, problem, step_of
 from tests.reference import combinations as dense
 from tests.reference import quasi_newton
 from tests.reference.preconditioners import individual
@@ -44,16 +44,6 @@ def _names(case: Problem, axes: Axes) -> list[list[str]]:
     return [layers[0] + layers[1]] if axes.granularity == "full" else layers
 
 
-def _order(case: Problem, names: list[str]) -> Tensor:
-    """Where the elements of a block, with the bias last, are in the sorted flat vector."""
-    sizes, starts, start = dict(case.model.named_parameters()), {}, 0
-    for name, p in sorted(sizes.items()):
-        starts[name], start = torch.arange(start, start + p.numel()).view(len(p), -1), start + p.numel()
-    blocks = [torch.cat([starts[name] for name in names if name.startswith(layer)], dim=1).flatten()
-              for layer in sorted({name[0] for name in names})]
-    return torch.cat(blocks)
-
-
 def _curvature(case: Problem, axes: Axes, names: list[str], g: Tensor) -> Tensor:
     """The dense matrix of a block."""
     if axes.curvature in ("moment", "root_moment"):
@@ -63,7 +53,7 @@ def _curvature(case: Problem, axes: Axes, names: list[str], g: Tensor) -> Tensor
                  if any(name.startswith(layer) for name in names)]
         U = torch.cat(parts, dim=1)
         return U.T @ U / case.num_rows
-    order = _order(case, names)
+    order = order_of(case, names)
     return quasi_newton.hessian(case.model, case.loss, case.x)[order][:, order]
 
 
@@ -78,7 +68,10 @@ def _wanted(case: Problem, axes: Axes, names: list[str], plain: Mapping[str, Ten
         A, B = dense.dimensions([G], 1)
         product = torch.kron(B.contiguous(), A.contiguous())
         return (dense.factored(A, B, G, D) if axes.solver == "cholesky" else dense.solved(product, G, D)).flatten()
-    C = dense.represented(_curvature(case, axes, names, g), axes.representation, axes.granularity, len(G))
+    C = _curvature(case, axes, names, g)
+    if axes.representation == "sparse":
+        return dense.sparse(C, g, len(G), D)
+    C = dense.represented(C, axes.representation, axes.granularity, len(G))
     if axes.curvature in ("root_moment", "absolute"):
         C = dense.of_eigenvalues(C, 0.5 if axes.curvature == "root_moment" else 1.0)
     return dense.solved(C, g, D)
@@ -89,12 +82,27 @@ def _wanted(case: Problem, axes: Axes, names: list[str], plain: Mapping[str, Ten
 @pytest.mark.parametrize("axes", [axes for axes in COMBINATIONS if axes.curvature != "mc" and not (
     axes.curvature in ("hessian", "absolute") and axes.representation == "element")], ids="-".join)
 def test_every_combination_equals_its_dense_matrix(axes: Axes, name: str) -> None:
-    case = problem(name)
+    # "sparse" needs biases
+    case = problem("linear" if axes.representation == "sparse" else name)
     plain = case.gradients()
     found = case.preconditioned(_made(case.model, axes))
     for names in _names(case, axes):
         own = torch.cat([joint(found, layer).flatten() for layer in sorted({name[0] for name in names})])
         torch.testing.assert_close(own, _wanted(case, axes, names, plain), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("axes", COMBINATIONS, ids="-".join)
+def test_every_combination_takes_vectors_and_tensors_of_other_layers(axes: Axes) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten(),
+                          nn.Linear(4, 3)).double()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
+    preconditioner = _made(model, axes)
+    preconditioner.evaluate(lambda: nn.functional.cross_entropy(model(x), y))
+    plain = gradients_of(model)
+    preconditioner.step()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and bool(p.grad.isfinite().all()) and not torch.equal(p.grad, plain[name])
 
 
 @pytest.mark.parametrize(("axes", "named"), [
@@ -133,9 +141,9 @@ def test_a_combination_resumes_bitwise_and_refuses_the_state_of_another(axes: Ax
             other.model.load_state_dict(case.model.state_dict())
             resumed = pickle.loads(pickle.dumps(copy.deepcopy(resumed)))
             other = other._replace(model=resumed.model)
-        _step(own, case, step)
+        step_of(own, case, step)
         if step >= 2:
-            _step(resumed, other, step)
+            step_of(resumed, other, step)
     for p, wanted in zip(other.model.parameters(), case.model.parameters(), strict=True):
         assert torch.equal(p, wanted)
     another = next(each for each in COMBINATIONS if each != axes)
@@ -143,27 +151,13 @@ def test_a_combination_resumes_bitwise_and_refuses_the_state_of_another(axes: Ax
         _made(case.model, another).load_state_dict(own.state_dict())
 
 
-def _step(preconditioner: Preconditioner, case: Problem, step: int) -> dict[str, Tensor]:
-    """A step of SGD on a minibatch that depends on its number; the direction."""
-    case.model.zero_grad()
-    preconditioner.evaluate(lambda: case.loss(case.model(_input(case, step))))
-    preconditioner.step(lr=0.01)
-    found = gradients_of(case.model)
-    move(case.model, 0.01)
-    return found
-
-
-def _input(case: Problem, step: int) -> Tensor:
-    return case.x + 0.3 * torch.randn(case.x.shape, generator=torch.Generator().manual_seed(step), dtype=case.x.dtype)
-
-
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["mfac", "ggt", "tonga", "sfn", "esgd", "adahessian", "tnt"])
+@pytest.mark.parametrize("kind", ["mfac", "ggt", "tonga", "tonga_unit", "sfn", "esgd", "adahessian", "tnt"])
 def test_named_methods_equal_their_formula_over_20_steps(kind: str, name: str) -> None:
     case, decay, rank = problem(name), 0.8, 6
     options: dict[str, Any] = {"damping": D}
-    if kind in ("mfac", "ggt", "tonga"):
-        options |= {"rank": rank, "ema_decay": decay if kind == "tonga" else 0.0}
+    if kind in ("mfac", "ggt", "tonga", "tonga_unit"):
+        options |= {"rank": rank, "ema_decay": decay if kind.startswith("tonga") else 0.0}
     else:
         options |= {"ema_decay": decay}
     preconditioner = METHODS[kind](case.model, **options, **({"fisher": "exact"} if kind == "tnt" else {}))
@@ -171,7 +165,7 @@ def test_named_methods_equal_their_formula_over_20_steps(kind: str, name: str) -
     blocks = _names(case, Axes(granularity="full" if kind in ("mfac", "ggt") else "layer"))
     past: dict[int, list[Any]] = {index: [] for index in range(len(blocks))}
     for step in range(20):
-        now = case._replace(x=_input(case, step))
+        now = case._replace(x=at_step(case, step))
         plain = now.gradients()
         wanted: list[Callable[[], Tensor]] = []
         for index, names in enumerate(blocks):
@@ -179,7 +173,7 @@ def test_named_methods_equal_their_formula_over_20_steps(kind: str, name: str) -
             g = torch.cat([joint(plain, layer).flatten() for layer in layers])
             past[index].append(_measured(kind, now, names, layers, g))
             wanted.append(partial(_formula, kind, case, names, g, past[index], draws, decay, rank))
-        found = _step(preconditioner, case, step)
+        found = step_of(preconditioner, case, step)
         for names, formula in zip(blocks, wanted, strict=True):
             own = torch.cat([joint(found, layer).flatten() for layer in sorted({each[0] for each in names})])
             torch.testing.assert_close(own, formula(), rtol=1e-6, atol=1e-9)
@@ -199,14 +193,14 @@ def _draws(preconditioner: Any) -> list[dict[str, Tensor]]:
 
 
 def _measured(kind: str, now: Problem, names: list[str], layers: list[str], g: Tensor) -> Any:
-    if kind in ("mfac", "ggt", "tonga"):
+    if kind in ("mfac", "ggt", "tonga", "tonga_unit"):
         return g
     if kind == "tnt":
         a, e = next((a, e) for layer, a, e in now.layers(exact=True) if layer == layers[0])
         rows = [row.view(e.shape[3], -1) for row in individual(a, e)]
         return torch.stack([G.T @ G for G in rows]).sum(dim=0) / now.num_rows, torch.stack([G @ G.T for G in rows]).sum(
             dim=0) / now.num_rows
-    H, order = quasi_newton.hessian(now.model, now.loss, now.x), _order(now, names)
+    H, order = quasi_newton.hessian(now.model, now.loss, now.x), order_of(now, names)
     # rows of the block, and all columns where a product with a vector of the model is needed
     return H[order] if kind in ("esgd", "adahessian") else H[order][:, order]
 
@@ -215,6 +209,10 @@ def _formula(kind: str, case: Problem, names: list[str], g: Tensor, past: list[A
              decay: float, rank: int) -> Tensor:
     if kind == "tonga":
         return dense.solved(dense.tonga(past, decay, rank), g, D)
+    if kind == "tonga_unit":
+        num_outputs = len(case.model.get_parameter(names[0]))
+        units = [[each.view(num_outputs, -1)[o] for each in past] for o in range(num_outputs)]
+        return torch.cat([dense.solved(dense.tonga(own, decay, rank), own[-1], D) for own in units])
     if kind in ("mfac", "ggt"):
         C = dense.averaged([torch.outer(each, each) for each in past], 0.0, last=rank)
         return dense.solved(C if kind == "mfac" else dense.of_eigenvalues(C, 0.5), g, D)
@@ -228,7 +226,7 @@ def _formula(kind: str, case: Problem, names: list[str], g: Tensor, past: list[A
     for H, z in zip(past, draws, strict=True):
         h = H @ quasi_newton.flat(z)
         if kind == "adahessian":
-            h = _over_taps(case, names, quasi_newton.flat(z)[_order(case, names)] * h)
+            h = _over_taps(case, names, quasi_newton.flat(z)[order_of(case, names)] * h)
         squares.append(h.square())
     return g / (dense.averaged(squares, decay).sqrt() + D)
 

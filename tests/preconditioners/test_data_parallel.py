@@ -29,9 +29,9 @@ LR = 0.05
 # all need two processes that train
 pytestmark = pytest.mark.slow
 
-SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap", "tnt")
+SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap", "tnt", "fang")
 # they use the averaged gradients alone
-AGREE = ("mfac", "ggt", "tonga", "adam", "adamw", "muon")
+AGREE = ("mfac", "ggt", "tonga", "tonga_unit", "lbfgs", "neumann", "adam", "adamw", "muon")
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)
 
 

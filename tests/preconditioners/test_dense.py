@@ -118,25 +118,6 @@ def test_monte_carlo_samples_have_the_exact_factors_as_mean(method: type[KFAC]) 
         assert abs(float(B.trace() / wanted.trace()) - 1.0) < 5.0 / 60.0
 
 
-def test_factors_of_drawn_rows_have_those_of_all_as_mean() -> None:
-    """400 looks at half of the rows: an error of about 1/50 of the norm, times 5; seed 1."""
-    case = problem("conv frames")
-    whole, drawn = KFAC(case.model), KFAC(case.model, max_rows=12, ema_decay=0.9999, seed=1)
-    case.preconditioned(whole)
-    case.preconditioned(drawn)
-    with drawn.watch():
-        drawn.backward(case.loss(case.model(case.x)))
-    assert drawn.sample is not None
-    for _ in range(400):
-        drawn.update_curvature(drawn.sample)
-    for layer in whole.statistics:
-        for key, wanted in whole.mean_statistics(layer).items():
-            assert float((drawn.mean_statistics(layer)[key] - wanted).norm() / wanted.norm()) < 0.1
-    wanted_grads = case.preconditioned(KFAC(case.model))
-    for name, value in case.preconditioned(KFAC(case.model, max_rows=100)).items():
-        close(value, wanted_grads[name])   # all of them
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_skfac_equals_kfac_of_one_minibatch(name: str) -> None:
     case = problem(name)

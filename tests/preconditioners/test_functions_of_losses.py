@@ -32,8 +32,8 @@ ROWS = [kind for kind in METHODS if METHODS[kind].traits.fisher]
 # Methods of derivatives of the loss itself refuse these options.
 EMPIRICAL = ("kbfgs", "simple")
 SECOND_ORDER: list[tuple[str, dict[str, str]]] = [
-    *((kind, {"fisher": fisher}) for kind in ROWS if kind not in EMPIRICAL for fisher in ("mc", "exact")),
-    ("hessian_free", {"products": "ggn"})]
+    *((kind, {"fisher": fisher}) for kind in ROWS if kind not in (*EMPIRICAL, "kfra") for fisher in ("mc", "exact")),
+    ("kfra", {}), ("ksd", {}), ("hessian_free", {"products": "ggn"})]
 
 
 def _hidden(f: Tensor, y: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_gradients_and_hessians_of_a_function_of_a_loss_are_right(kind: str, nam
 @pytest.mark.slow
 @pytest.mark.entry("F22")
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("kind", [kind for kind in METHODS if kind not in ("kfac", "hessian_free", "adam")])
+@pytest.mark.parametrize("kind", [kind for kind in METHODS if kind not in ("kfac", "hessian_free", "ksd", "kfra", "adam")])
 def test_every_method_is_right_for_functions_of_a_loss(kind: str, name: str) -> None:
     _require_right(kind, name)
 

@@ -34,7 +34,8 @@ def _require_works(kind: str, feature: Feature, net: tuple[nn.Module, nn.Module,
                    **options: Any) -> None:
     """The third step goes downhill and leaves no parameter of the feature its plain gradient."""
     model, called, x, y = net
-    preconditioner = METHODS[kind](model, damping=0.1, **options)
+    # pairs of L-BFGS need positive curvature, also in the first steps
+    preconditioner = METHODS[kind](model, damping=10.0 if kind == "lbfgs" else 0.1, **options)
     loss, num_rows = (_nll, len(y)) if feature.loop == "any loss" else (CE, None)
     for _ in range(3):  # some methods begin with the gradient itself
         model.zero_grad()
@@ -53,7 +54,7 @@ def _require_works(kind: str, feature: Feature, net: tuple[nn.Module, nn.Module,
 @pytest.mark.parametrize(("kind", "feature"), CELLS)
 def test_every_cell_behaves_as_the_table_states(kind: str, feature: Feature) -> None:
     net = made(feature)
-    if kind not in feature.errors:
+    if not feature.refuses(kind):
         _require_works(kind, feature, net)
         return
     before = [p.detach().clone() for p in net[0].parameters()]
@@ -61,8 +62,9 @@ def test_every_cell_behaves_as_the_table_states(kind: str, feature: Feature) -> 
         _require_works(kind, feature, net)
     assert all(torch.equal(p, was) for p, was in zip(net[0].parameters(), before, strict=True))
     # a message with the way out, which works
-    assert feature.named in str(error.value)
-    if feature.remedy is not None:
+    named = feature.named if kind in feature.errors else "cross-entropy" if feature.loop == "any loss" else "kfac"
+    assert named in str(error.value) or named in str(error.value).lower()
+    if feature.remedy is not None and kind in feature.errors:
         _require_works(kind, feature, made(feature), **feature.remedy)
 
 

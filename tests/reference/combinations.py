@@ -85,3 +85,19 @@ def tonga(gradients: Sequence[Tensor], decay: float, rank: int) -> Tensor:
         if rows >= 2 * rank:
             C, rows = leading(C, rank), rank
     return C / weight
+
+
+def sparse(C: Tensor, g: Tensor, num_outputs: int, damping: float) -> Tensor:
+    """FANG's solve: the covariance of the model in which a weight depends on its bias alone."""
+    D, places = len(C), torch.arange(len(C)).view(num_outputs, -1)
+    C = C + damping * torch.eye(D, dtype=C.dtype)
+    # gradient = L noise, in which noise has independent elements but for the biases
+    biases, noise, L = places[:, -1], torch.zeros_like(C), torch.eye(D, dtype=C.dtype)
+    noise[biases[:, None], biases] = C[biases[:, None], biases]
+    for o in range(num_outputs):
+        for w in places[o, :-1]:
+            b = biases[o]
+            L[w, b] = C[w, b] / C[b, b]
+            noise[w, w] = C[w, w] - C[w, b] ** 2 / C[b, b]
+    found: Tensor = torch.linalg.solve(L @ noise @ L.T, g.flatten())
+    return found.view_as(g)

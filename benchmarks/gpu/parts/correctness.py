@@ -316,7 +316,7 @@ def _preconditioners(measurement: Measurement) -> None:
 def _directions(method: str, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     """Preconditioned gradients after four minibatches that differ in scale."""
     options: dict[str, Any] = (
-        {"fisher": "empirical"} if METHODS[method].traits.fisher else {}
+        {"fisher": "empirical"} if METHODS[method].traits.fisher == "any" else {}
     )
     maker = METHODS[method](model, damping=0.1, **options)
     for step in range(4):

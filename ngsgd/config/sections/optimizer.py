@@ -11,7 +11,8 @@ from ngsgd.config.traits import TRAITS, kinds_with
 
 Kind = Literal[
     "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
-    "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "tnt", "mfac", "ggt", "tonga", "sfn", "esgd", "adahessian",
+    "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "ksd", "lissa", "lbfgs", "neumann", "kfra",
+    "fang", "tnt", "mfac", "ggt", "tonga", "tonga_unit", "sfn", "esgd", "adahessian",
     "simple", "adam", "adamw", "muon"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
 METHODS = tuple(TRAITS)
@@ -92,7 +93,8 @@ class OptimizerConfig(Section):
     ema_decay: float = option(
         0.95, "decay of the moving average of the curvature; soap, adam, adamw, muon: beta2",
         low=0.0, high=0.9999, used=_all_but("psgd", *_ONE_MINIBATCH), default_of_kind={
-            **dict.fromkeys((*_ONE_MINIBATCH, "mfac", "ggt"), 0.0), "tonga": 0.995, **dict.fromkeys(("adahessian", *_ADAM), 0.999)})
+            **dict.fromkeys((*_ONE_MINIBATCH, "mfac", "ggt"), 0.0), "tonga": 0.995, "tonga_unit": 0.995,
+            "neumann": 0.99, **dict.fromkeys(("adahessian", *_ADAM), 0.999)})
     fisher: Literal["empirical", "mc", "exact"] = option(
         "empirical", "type of Fisher matrix; empirical: gradients of the targets; mc: gradients of "
         "sampled targets; exact: Gauss-Newton matrix", used=_kinds(kinds_with(fisher="any")))

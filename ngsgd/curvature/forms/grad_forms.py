@@ -1,4 +1,4 @@
-"""Per-sample gradients of one parameter in factored forms.
+"""Input rows of affine layers, and per-sample gradients of one parameter in factored forms.
 
 The gradient of a sample is a sum over the positions at which the sample uses the parameter (frames,
 pixels, calls). The summands are outer products for the weight of an affine layer, derivative rows
@@ -12,18 +12,82 @@ the Hessian); None: all 1.
 
 from __future__ import annotations
 
-import functools
+import copy
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
-from ngsgd.curvature.forms.memory import empty
 from ngsgd.ops import gemm
 
 # Floats of gradients formed at a time: 2 MB fit into the cache.
 _CHUNK = 1 << 19
+
+
+class DenseInputs:
+    """Stored input rows."""
+
+    def __init__(self, rows_NTI: Tensor) -> None:
+        self.rows_NTI = rows_NTI
+        self.num_samples, self.num_positions, self.width = rows_NTI.shape
+        # of the source of the rows
+        self.num_floats = rows_NTI.numel()
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Return n x T x I, of the samples from `first` to before `last`."""
+        return self.rows_NTI[first:last]
+
+    def copied(self) -> DenseInputs:
+        """Return a copy in separate memory."""
+        return DenseInputs(self.rows_NTI.clone())
+
+
+class Patches:
+    """Patches of a convolution, computed on demand; they are K times larger than the input."""
+
+    def __init__(self, x_NC: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+                 padding: Sequence[tuple[int, int]], num_samples: int, mode: str = "constant") -> None:
+        self.x_NC = x_NC
+        self._padding = [side for pair in reversed(padding) for side in pair]
+        self._mode = mode
+        self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
+        self.out = tuple((size + before + after - d * (k - 1) - 1) // s + 1 for size, (before, after), k, s, d
+                         in zip(x_NC.shape[2:], padding, kernel, stride, dilation, strict=True))
+        self.num_samples = num_samples
+        self._per_sample = len(x_NC) // num_samples
+        self.num_positions = math.prod(self.out) * self._per_sample
+        self.width = x_NC.shape[1] * math.prod(kernel)
+        self.num_floats = x_NC.numel()
+
+    def copied(self) -> Patches:
+        other = copy.copy(self)
+        other.x_NC = self.x_NC.clone()
+        return other
+
+    def rows(self, first: int, last: int) -> Tensor:
+        x = self.x_NC[first * self._per_sample:last * self._per_sample]
+        if any(self._padding):
+            x = torch.nn.functional.pad(x, self._padding, mode=self._mode)
+        spatial = x.stride()[2:]
+        # n x C x kernel x output positions
+        view = x.as_strided((*x.shape[:2], *self.kernel, *self.out),
+                            (*x.stride()[:2], *(step * d for step, d in zip(spatial, self.dilation, strict=True)),
+                             *(step * s for step, s in zip(spatial, self.stride, strict=True))), x.storage_offset())
+        # Patches of all samples are adjacent in memory, so that rows of samples are rows of one
+        # matrix without a copy.
+        rows_INT = view.movedim(0, 1 + len(self.kernel)).reshape(self.width, view.shape[0], -1)
+        rows_NTI = rows_INT.permute(1, 2, 0)
+        return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)
+
+
+# input rows of an affine layer
+Inputs = DenseInputs | Patches
+
+
+def joined_inputs(uses: Sequence[Inputs]) -> Inputs:
+    """Concatenate the positions of several uses of one weight."""
+    return uses[0] if len(uses) == 1 else DenseInputs(torch.cat([inputs.rows(0, inputs.num_samples) for inputs in uses], dim=1))
 
 
 class GradForm:
@@ -76,7 +140,7 @@ class GradForm:
         squares_NP: Tensor | None = None
         for vectors, samples, g_VNP in self._pieces():
             if squares_NP is None:
-                squares_NP = empty(g_VNP, self.num_samples, self.num_elements).zero_()
+                squares_NP = g_VNP.new_zeros(self.num_samples, self.num_elements)
             weights = None if weights_VN is None else weights_VN[vectors, samples]
             _add_squares(squares_NP[samples], g_VNP, weights)
         assert squares_NP is not None
@@ -122,16 +186,6 @@ class OuterProduct(GradForm):
         self.num_vectors, self.num_samples = e_VNTO.shape[:2]
         self.num_elements = e_VNTO.shape[3] * (inputs.width // groups)
 
-    @functools.cached_property
-    def squared_derivatives(self) -> Tensor:
-        """Return V x N x O for a single position; cached, because the bias needs the same."""
-        return self.e_VNTO[:, :, 0].square()
-
-    @functools.cached_property
-    def derivative_norms(self) -> Tensor:
-        """Return V x N, squared, for a single position; cached, because the bias needs the same."""
-        return _squared_norms(self.e_VNTO[:, :, 0])
-
     def individual(self, first: int, last: int) -> Tensor:
         a_NTI, e_VNTO = self.inputs.rows(first, last), self.e_VNTO[:, first:last]
         V, N, T, D = e_VNTO.shape
@@ -139,10 +193,10 @@ class OuterProduct(GradForm):
             a_NTI = a_NTI.unflatten(2, (G, -1)).movedim(2, 1).flatten(0, 1)
             e_VNTO = e_VNTO.unflatten(3, (G, -1)).movedim(3, 2).flatten(1, 2)
         if T == 1:
-            g_VNOI = empty(e_VNTO, V, len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
+            g_VNOI = e_VNTO.new_empty(V, len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
             return torch.mul(e_VNTO[:, :, 0, :, None], a_NTI[:, 0, None, :], out=g_VNOI).view(V, N, -1)
         if V == 1:
-            g_NOI = empty(e_VNTO, len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
+            g_NOI = e_VNTO.new_empty(len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
             return torch.bmm(e_VNTO[0].transpose(1, 2), a_NTI, out=g_NOI).view(1, N, -1)
         e_NOT = e_VNTO.permute(1, 0, 3, 2).reshape(N * G, V * D // G, T)
         g_NVP = torch.bmm(e_NOT, a_NTI).view(N, G, V, -1)
@@ -167,27 +221,27 @@ class OuterProduct(GradForm):
 
     def _squared_rows(self, weights_VN: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (N x O, N x I), whose outer products are the squares for one position."""
-        return _weighted(self.squared_derivatives, weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
+        return _weighted(self.e_VNTO[:, :, 0].square(), weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
 
     def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
         if not self.is_rank_one:
             return super()._moments(weights_VN, gradient=gradient)
         e2_NO, a2_NI = self._squared_rows(weights_VN)
         total = (self.e_VNTO.sum(dim=0)[:, 0].T @ self.inputs.rows(0, self.num_samples)[:, 0]).flatten() if gradient else None
-        squares_OI = empty(e2_NO, e2_NO.shape[1], a2_NI.shape[1])
+        squares_OI = e2_NO.new_empty(e2_NO.shape[1], a2_NI.shape[1])
         return total, gemm.mm(e2_NO.T, a2_NI, out=squares_OI).flatten()
 
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
         if not self.is_rank_one:
             return super().squares_by_sample(weights_VN)
         e2_NO, a2_NI = self._squared_rows(weights_VN)
-        squares_NOI = empty(e2_NO, *e2_NO.shape, a2_NI.shape[1])
+        squares_NOI = e2_NO.new_empty(*e2_NO.shape, a2_NI.shape[1])
         return torch.mul(e2_NO[:, :, None], a2_NI[:, None, :], out=squares_NOI).flatten(1)
 
     def squared_norms(self) -> Tensor:
         V, N, T, D = self.e_VNTO.shape
         if self.is_rank_one:
-            return self.derivative_norms * _squared_norms(self.inputs.rows(0, N)[:, 0])
+            return _squared_norms(self.e_VNTO[:, :, 0]) * _squared_norms(self.inputs.rows(0, N)[:, 0])
         if self.groups > 1 or V > 1 or T * (self.inputs.width + D) > self.inputs.width * D:
             return super().squared_norms()
         # |sum_t e_t a_t^T|^2 = sum_tu (e_t e_u)(a_t a_u)
@@ -203,25 +257,16 @@ class OuterProduct(GradForm):
 class RowSum(GradForm):
     """Bias, or scale with rows of derivative times normalized input: the sum over positions."""
 
-    def __init__(self, e_VNTO: Tensor, weight: OuterProduct | None = None) -> None:
+    def __init__(self, e_VNTO: Tensor) -> None:
         self.e_VNTO = e_VNTO
         self.num_vectors, self.num_samples, _, self.num_elements = e_VNTO.shape
-        # The share of the weight of the same layer, whose squared derivatives are reused.
-        self._weight = weight if weight is not None and e_VNTO.shape[2] == 1 else None
 
     def individual(self, first: int, last: int) -> Tensor:
         e_VNTO = self.e_VNTO[:, first:last]
         return e_VNTO[:, :, 0] if e_VNTO.shape[2] == 1 else e_VNTO.sum(dim=2)
 
-    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
-        return self.squares_by_sample(weights_VN).sum(dim=0) if self._weight is not None else super().sum_of_squares(weights_VN)
-
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
-        squares_VND = self.individual(0, self.num_samples).square() if self._weight is None else self._weight.squared_derivatives
-        return _weighted(squares_VND, weights_VN)
-
-    def squared_norms(self) -> Tensor:
-        return super().squared_norms() if self._weight is None else self._weight.derivative_norms
+        return _weighted(self.individual(0, self.num_samples).square(), weights_VN)
 
 
 class EmbeddingGrad(GradForm):

@@ -14,22 +14,19 @@ position the three are equal.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.forms.layer_inputs import Inputs, Patches
-from ngsgd.curvature.forms.memory import empty
+from ngsgd.curvature.forms.grad_forms import Inputs
 from ngsgd.ops import gemm
 
 SHARINGS = ("expand", "reduce", "backpack")
 # Floats of rows that wait for a common product.
 _WAITING = 1 << 18
-# Floats of the input of a convolution that are rearranged at a time.
-_SLICED = 1 << 20
+# Floats of input rows that are formed at a time: 16 MB.
+_CHUNK = 1 << 22
 
 
 class Kronecker(NamedTuple):
@@ -83,7 +80,7 @@ class Gram:
         self._waiting.clear()
         self._num_waiting = 0
         keep = 0.0 if self._total_DD is None else 1.0
-        self._total_DD = empty(x_XD, x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
+        self._total_DD = x_XD.new_empty(x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
         add_gram(x_XD, self._total_DD, keep)
 
 
@@ -113,60 +110,10 @@ def add_inputs(total: Gram, inputs: Inputs, sharing: str) -> int:
     """Add a a^T to a sum; return the number of rows."""
     N, T = inputs.num_samples, inputs.num_positions
     num_rows = N * T if sharing == "expand" else N
-    if sharing != "reduce" and isinstance(inputs, Patches) and inputs.overlap:
-        total.add_sum(_overlapping_moment(inputs))
-        return num_rows
-    size = max(1, (1 << 20) // (T * inputs.width))
+    size = max(1, _CHUNK // (T * inputs.width))
     for first in range(0, N, size):
         a_NTI = inputs.rows(first, min(first + size, N))
         if sharing == "reduce" and T > 1:
             a_NTI = a_NTI.mean(dim=1, keepdim=True)
         total.add(a_NTI.flatten(0, 1) if a_NTI.shape[0] > 1 else a_NTI[0])
     return num_rows
-
-
-def _overlapping_moment(inputs: Patches) -> Tensor:
-    """Return the input moment of a convolution of stride 1, without forming its patches.
-
-    Along the first spatial dimension, kernel position k covers the window [k d, k d + T) of
-    positions, with dilation d. Block (k, k + j) is the sum over that window of z_s z_(s + jd)^T,
-    whose products depend only on the lag j. Letters: S positions, T of them in the output, K
-    kernel positions, W = I / K, C channels, R other kernel positions.
-    """
-    K, d, T = inputs.kernel[0], inputs.dilation[0], inputs.out[0]
-    C, W = inputs.num_channels, inputs.width // K
-    total_II = empty(inputs.x_NC, inputs.width, inputs.width)
-    total_CKRCKR = total_II.view(C, K, W // C, C, K, W // C)
-    size = max(1, _SLICED // inputs.num_sliced)
-    for lag in range(K):
-        blocks_KWW = total_II.new_zeros(K - lag, W, W)
-        for first in range(0, inputs.num_samples, size):
-            z_WSM = inputs.slices(first, min(first + size, inputs.num_samples))
-            for start, stop, windows in _stretches([k * d for k in range(K - lag)], T):
-                product_WW = _product(z_WSM[:, start:stop], z_WSM[:, start + lag * d:stop + lag * d])
-                for k in windows:
-                    blocks_KWW[k] += product_WW
-        for k, block_CRCR in enumerate(blocks_KWW.view(K - lag, C, W // C, C, W // C)):
-            total_CKRCKR[:, k, :, :, k + lag] = block_CRCR
-            if lag:
-                total_CKRCKR[:, k + lag, :, :, k] = block_CRCR.permute(2, 3, 0, 1)
-    return total_II
-
-
-def _stretches(starts: list[int], length: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (start, stop, windows that contain it) of the stretches between ends of windows."""
-    ends = sorted({end for start in starts for end in (start, start + length)})
-    for start, stop in itertools.pairwise(ends):
-        inside = [k for k, first in enumerate(starts) if first <= start and stop <= first + length]
-        if inside:
-            yield start, stop, inside
-
-
-def _product(left_WSM: Tensor, right_WSM: Tensor) -> Tensor:
-    """Return the sum over positions and samples, W x W."""
-    left_WX, right_WX = left_WSM.flatten(1), right_WSM.flatten(1)
-    if left_WX.data_ptr() == right_WX.data_ptr():
-        total_WW = left_WX.new_empty(len(left_WX), len(left_WX))
-        add_gram(left_WX.T, total_WW, 0.0)
-        return total_WW
-    return gemm.mm(left_WX, right_WX.T)

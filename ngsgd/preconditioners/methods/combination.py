@@ -7,9 +7,11 @@
     gram, low_rank   U, the vectors or the leading        g / d + U^T K U g, with K = f(G)
                      eigenvectors of C = U^T U, G = U U^T
     element          D = diag C                           D g
+    sparse           C of biases, E[s w], E[w^2]          L^T L g: s given all s, w given its s
 
 C = sum of x x^T over samples or minibatches, or the Hessian (ASDL, arXiv 2305.04684, section 3).
-Letters: X vectors, O outputs, I inputs (with the 1 of the bias), D = O I, M rows of U.
+Letters: X vectors, O outputs, I inputs (with the 1 of the bias), J without it, D = O I, M rows of
+U. Gradients of the bias of an output and of one of its weights are s and w.
 """
 
 from __future__ import annotations
@@ -22,9 +24,8 @@ import torch
 from torch import Tensor
 
 from ngsgd.config.traits import Axes, Traits
-from ngsgd.curvature.forms.grad_forms import OuterProduct, RowSum
+from ngsgd.curvature.forms.grad_forms import DenseInputs, OuterProduct, RowSum
 from ngsgd.curvature.forms.kronecker import output_rows
-from ngsgd.curvature.forms.layer_inputs import DenseInputs
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_inverse, eigh, shared_damping
 from ngsgd.preconditioners.base import Preconditioner
@@ -89,12 +90,47 @@ def _squares(seen: Seen) -> State:
     a_NTI = seen.a_NTI if seen.bias is None else seen.a_NTI[:, :, :-1]
     if a_NTI.shape[1] > 1:
         each = OuterProduct(DenseInputs(a_NTI), seen.e_VNTO / seen.num_rows**0.5)
-        weight_OI, bias_O = each.sum_of_squares(), RowSum(each.e_VNTO, each).sum_of_squares()
+        weight_OI, bias_O = each.sum_of_squares(), RowSum(each.e_VNTO).sum_of_squares()
     else:
         e2_NO = seen.e_VNTO[:, :, 0].square().sum(dim=0).div_(seen.num_rows)
         weight_OI, bias_O = gemm.mm(e2_NO.T, a_NTI[:, 0].square()), e2_NO.sum(dim=0)
     weight_OI = weight_OI.view(len(bias_O), -1)
     return {"D": weight_OI if seen.bias is None else torch.cat([weight_OI, bias_O[:, None]], dim=1)}
+
+
+def _regressions(seen: Seen) -> State:
+    # without a bias a weight depends on no other
+    if isinstance(seen, Tensor) or seen.bias is None:
+        return {"W": _squares(seen)["D"]}
+    if seen.a_NTI.shape[1] == 1:
+        a_XJ, e_XO = seen.a_NTI[:, 0, :-1].repeat(len(seen.e_VNTO), 1), seen.e_VNTO.flatten(0, 2)
+        squares_OX = e_XO.square().T
+        moments = gemm.mm(squares_OX, a_XJ), gemm.mm(squares_OX, a_XJ.square())
+    else:
+        g_XOI = seen.individual()
+        e_XO, w_XOJ = g_XOI[..., -1], g_XOI[..., :-1]
+        moments = (e_XO[..., None] * w_XOJ).sum(dim=0), w_XOJ.square().sum(dim=0)
+    found = {"C": gemm.mm(e_XO.T, e_XO), "X": moments[0], "W": moments[1]}
+    return {key: value / seen.num_rows for key, value in found.items()}
+
+
+def _triangular(known: State, damping: float, root: bool, overwrite: bool) -> State:
+    if "C" not in known:
+        return {"W": _inverses(known["W"], damping, False)}
+    variance_O1 = known["C"].diagonal()[:, None] + damping
+    slope_OJ = known["X"] / variance_O1
+    residual_OJ = (known["W"] + damping - slope_OJ * known["X"]).clamp(min=damping)
+    return {"P": damped_inverse(known["C"], damping), "slope": slope_OJ, "W": residual_OJ.reciprocal()}
+
+
+def _ancestral(inverse: State, g_OI: Tensor, damping: float) -> Tensor:
+    if "slope" not in inverse:
+        return g_OI * inverse["W"]
+    g_O, slope_OJ = g_OI[:, -1], inverse["slope"]
+    # the part of a weight that its bias does not explain, then the rest of the biases
+    w_OJ = (g_OI[:, :-1] - slope_OJ * g_O[:, None]) * inverse["W"]
+    bias_O = inverse["P"] @ g_O - (slope_OJ * w_OJ).sum(dim=1)
+    return torch.cat([w_OJ, bias_O[:, None]], dim=1)
 
 
 def _sandwich(inverse: State, g_OI: Tensor, damping: float) -> Tensor:
@@ -110,6 +146,12 @@ _MATRIX = Representation({"F": "DD"}, {"F": "DD"}, _dense, lambda inverse, g, da
 _LOW_RANK = Representation(
     {"U": "mD", "G": "mm"}, {"U": "mD", "K": "mm"}, lambda seen: {"U": _vectors(seen).flatten(1) / _num_rows(seen) ** 0.5},
     lambda inverse, g, damping: g.flatten() / damping + inverse["U"].T @ (inverse["K"] @ (inverse["U"] @ g.flatten())))
+_OF_UNITS = Representation(
+    {"U": "OmI", "G": "Omm"}, {"U": "OmI", "K": "Omm"},
+    lambda seen: {"U": _vectors(seen).transpose(0, 1) / _num_rows(seen) ** 0.5},
+    lambda inverse, g, damping: g / damping + torch.einsum(
+        "omi,omn,onj,oj->oi", inverse["U"], inverse["K"], inverse["U"], g))
+_SPARSE = Representation({"C": "OO", "X": "OJ", "W": "OJ"}, {"P": "OO", "slope": "OJ", "W": "OJ"}, _regressions, _ancestral)
 # by representation and granularity
 FORMS: Mapping[tuple[str, str], Representation] = {
     ("dense", "full"): _MATRIX, ("dense", "layer"): _MATRIX,
@@ -118,6 +160,7 @@ FORMS: Mapping[tuple[str, str], Representation] = {
     ("kronecker", "layer"): Representation(_FACTORS, _OF_FACTORS, partial(_factors, of_rows=True), _sandwich),
     ("dimensions", "layer"): Representation(_FACTORS, _OF_FACTORS, _factors, _sandwich),
     **{(form, granularity): _LOW_RANK for form in ("gram", "low_rank") for granularity in ("full", "layer")},
+    ("low_rank", "unit"): _OF_UNITS, ("sparse", "layer"): _SPARSE,
     ("element", "element"): Representation({"D": "OI"}, {"D": "OI"}, _squares, lambda inverse, g, _: g * inverse["D"])}
 
 
@@ -137,9 +180,9 @@ def _factored(known: State, damping: float, root: bool, overwrite: bool) -> Stat
 def _gram_eigen(known: State, damping: float, root: bool, overwrite: bool) -> State:
     values_M, V_MM = eigh(known["G"])
     # Smaller ones are rounding noise.
-    is_known_M = values_M > values_M[-1] * len(values_M) * torch.finfo(values_M.dtype).eps
+    is_known_M = values_M > values_M[..., -1:] * values_M.shape[-1] * torch.finfo(values_M.dtype).eps
     change_M = torch.where(is_known_M, (_inverses(values_M, damping, root) - 1.0 / damping) / values_M, 0.0)
-    return {"U": known["U"], "K": (V_MM * change_M) @ V_MM.T}
+    return {"U": known["U"], "K": (V_MM * change_M[..., None, :]) @ V_MM.mT}
 
 
 # (statistics of C or C^2, d, whether of C^2, may be overwritten) -> (C + d I)^-1
@@ -151,6 +194,7 @@ SOLVERS: Mapping[tuple[str, str], Callable[[State, float, bool, bool], State]] =
     **dict.fromkeys((("gram", "smw"), ("low_rank", "smw")), lambda known, damping, root, _: {
         "U": known["U"], "K": damped_inverse(known["G"], damping) / -damping}),
     **dict.fromkeys((("gram", "eigen"), ("low_rank", "eigen")), _gram_eigen),
+    ("sparse", "cholesky"): _triangular,
     ("element", "division"): lambda known, damping, root, _: {"D": _inverses(known["D"], damping, root)}}
 
 
@@ -180,7 +224,7 @@ def _matrix(g: Tensor) -> Tensor:
 _OF_GRADIENTS = ("dense", "dimensions", "gram", "low_rank", "element")
 # representations by curvature, and why there are no others
 CURVATURES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(FISHERS, ((*_OF_GRADIENTS, "kronecker"), "")),
+    **dict.fromkeys(FISHERS, ((*_OF_GRADIENTS, "kronecker", "sparse"), "")),
     "moment": (_OF_GRADIENTS, ", because gradients have no rows of inputs"),
     "root_moment": (("dense", "gram", "low_rank", "element"), "; Shampoo has roots of dimensions"),
     "hessian": (("element",), ", because its matrix may be indefinite; use \"absolute\""),
@@ -216,10 +260,12 @@ class Combination(Preconditioner):
         return FORMS[axes.representation, axes.granularity]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self.blocks.sides(name)  # noqa: E741
-        sizes = {"O": O, "I": I, "D": "d" if self.is_joint else O * I, "m": "m"}
+        O, I, J = self.blocks.sides(name)  # noqa: E741
+        sizes = {"O": O, "I": I, "J": J, "D": "d" if self.is_joint else O * I, "m": "m"}
         return {f"{group}.{key}": [sizes[letter] for letter in shape] for group, shapes
-                in (("statistics", self.form.statistics), ("inverse", self.form.inverse)) for key, shape in shapes.items()}
+                in (("statistics", self.form.statistics), ("inverse", self.form.inverse)) for key, shape in shapes.items()
+                # without a bias "sparse" has the last one alone
+                if self.form is not _SPARSE or I > J or key == "W"}
 
     def measure(self, name: str, seen: Any) -> State:
         if self.form is _MATRIX:
@@ -253,15 +299,16 @@ class Combination(Preconditioner):
         decay, rank = self.option(name, "ema_decay"), self.rank
         keep, share = (decay, 1.0 - decay) if decay and rank else (1.0, 1.0)
         U_MD, weight = new["U"] * share**0.5, share
+        times = gemm.mm if U_MD.ndim == 2 else torch.bmm
         if rank and name in self.statistics:
-            U_MD = torch.cat([self.statistics[name]["U"] * keep**0.5, U_MD])
+            U_MD = torch.cat([self.statistics[name]["U"] * keep**0.5, U_MD], dim=-2)
             weight += keep * self.statistics.weights[name]
         if self.traits.axes.representation == "low_rank":
-            if len(U_MD) >= 2 * rank:
-                U_MD = gemm.mm(eigh(gemm.mm(U_MD, U_MD.T))[1][:, -rank:].T, U_MD)
+            if U_MD.shape[-2] >= 2 * rank:
+                U_MD = times(eigh(times(U_MD, U_MD.mT))[1][..., -rank:].mT, U_MD)
         elif 0 < rank < len(U_MD):
             U_MD, weight = U_MD[-rank:].clone(), 1.0 - decay**rank if decay else float(rank)
-        self.statistics.put(name, {"U": U_MD, "G": gemm.mm(U_MD, U_MD.T)}, weight)
+        self.statistics.put(name, {"U": U_MD, "G": times(U_MD, U_MD.mT)}, weight)
 
     def mean_statistics(self, name: str) -> State:
         known, weight = self.statistics[name], self.statistics.weights[name]
@@ -327,7 +374,8 @@ class Method(Combination):
         curvature: "empirical", "mc" or "exact" (Gauss-Newton) Fisher matrix; "moment", mean of g
             g^T of minibatches, or "root_moment", its root; "hessian", or "absolute", |H|.
         representation: "dense", "kronecker" (inputs and outputs), "dimensions" (of the gradient),
-            "gram" (vectors), "low_rank" (eigenvectors) or "element" (diagonal).
+            "gram" (vectors), "low_rank" (eigenvectors), "sparse" (weights given their bias) or
+            "element" (diagonal).
         granularity: block: "full" (model), "layer", "unit" (output) or "element".
         solver: "cholesky", "eigen", "smw" or "division".
         rank: vectors of "gram" of minibatches, eigenvectors of "low_rank"; 0 (default) for others.

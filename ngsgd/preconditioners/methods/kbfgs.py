@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram
-from ngsgd.curvature.forms.memory import apart
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.fisher_method import FisherMethod
@@ -150,7 +149,7 @@ class KBFGS(FisherMethod):
     def update_curvature(self, seen: FisherSample) -> None:
         super().update_curvature(FisherSample({}, seen.squares))
         self._first = {}
-        for name, rows in seen.layers():
+        for name, rows in seen.rows.items():
             self.blocks.bias_of[name] = rows.bias
             # This bounds all products.
             if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):
@@ -170,7 +169,7 @@ class KBFGS(FisherMethod):
         a_XI, known = rows.a_NTI.flatten(0, 1), self.statistics.get(name)
         if known is None:
             num_inputs, num_outputs = a_XI.shape[1], rows.e_VNTO.shape[3]
-            A_II, H_g = apart(a_XI, num_inputs, num_inputs), apart(a_XI, num_outputs, num_outputs).zero_()
+            A_II, H_g = a_XI.new_empty(num_inputs, num_inputs), a_XI.new_zeros(num_outputs, num_outputs)
             H_g.diagonal().fill_(1.0)
             add_gram(a_XI, A_II, keep=0.0, scale=1.0 / len(a_XI))
             return {"A": A_II, "H_a": damped_inverse(A_II, root), "H_g": H_g}

@@ -3,6 +3,7 @@
     K-FAC   (B + sqrt(d)/pi I)^-1 G (A + pi sqrt(d) I)^-1,  pi^2 = (tr A / dim A) / (tr B / dim B)
     SKFAC   the same for one minibatch, through N x N matrices
     EKFAC   U_B [(U_B^T G U_A) / (S + d)] U_A^T,  S_ij = 1/R sum_n (U_B^T G_n U_A)_ij^2
+    KFRA    as K-FAC, B by a recursion from the output: B <- W^T B W, and the mean of each operation
     TNT     as K-FAC, with A = 1/R sum_n G_n^T G_n and B = 1/R sum_n G_n G_n^T, each over root of trace
 
 Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the bias).
@@ -11,13 +12,13 @@ Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram, output_rows
-from ngsgd.curvature.forms.memory import apart, give_back
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, split_damping, woodbury_rows
 from ngsgd.preconditioners.factored_grad import FactoredGrad
@@ -37,69 +38,60 @@ class KFAC(Combination, FisherMethod):
     Otherwise it is an approximation.
 
     Args:
-        max_rows: randomly chosen rows of a minibatch for the factors; 0 uses all (default).
         sharing: positions of a sample are independent ("expand", default) or belong to one target
             ("reduce").
         fisher, num_draws: see `FisherMethod`.
         options: see `Preconditioner`.
     """
 
-    max_rows: int = 0
     sharing: str = "expand"
     traits = TRAITS["kfac"]
 
     def problems(self) -> list[str]:
-        return [*super().problems(), *self.choice("sharing", "expand", "reduce"), *self.at_least("max_rows", 0, ", where 0 is all")]
-
-    def update_curvature(self, seen: FisherSample) -> None:
-        # Return memory that the backward pass has freed before the factors are allocated.
-        give_back()
-        super().update_curvature(seen)
-        if self.fisher != "empirical":
-            # Only these derivative rows are separate from those of the gradient.
-            give_back()
+        return [*super().problems(), *self.choice("sharing", "expand", "reduce")]
 
     def measure(self, name: str, rows: Rows) -> State:
-        return self._products(*self._chosen(rows), {})
-
-    def _products(self, a_XI: Tensor, e_XO: Tensor, of_e: float, memory: State) -> State:
-        """Compute A and B, in `memory` if it has matrices of their size."""
         found = {}
-        for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
-            D = x_XD.shape[1]
-            known = memory.get(key)
-            found[key] = apart(x_XD, D, D) if known is None or known.shape != (D, D) or known.dtype != x_XD.dtype else known
+        for key, x_XD, scale in self._sides(rows):
+            found[key] = x_XD.new_empty(x_XD.shape[1], x_XD.shape[1])
             add_gram(x_XD, found[key], keep=0.0, scale=scale)
         return found
 
-    def _chosen(self, rows: Rows) -> tuple[Tensor, Tensor, float]:
-        """Return (input rows, derivative rows, factor of their squares in B) for `max_rows`."""
+    def _sides(self, rows: Rows) -> tuple[tuple[str, Tensor, float], tuple[str, Tensor, float]]:
+        """Return (factor, rows, weight of their squares) of both sides."""
         a_NTI, e_VNTO = rows.shared(self.sharing)
-        a_XI, num_rows = a_NTI.flatten(0, 1), self.max_rows
-        if not 0 < num_rows < len(a_XI):
-            return a_XI, output_rows(e_VNTO, "expand"), 1.0 / rows.num_rows
-        chosen = torch.randperm(len(a_XI), generator=self.generator, device=a_XI.device)[:num_rows]
-        return a_XI[chosen], e_VNTO.flatten(1, 2)[:, chosen].flatten(0, 1), len(a_XI) / num_rows / rows.num_rows
+        a_XI = a_NTI.flatten(0, 1)
+        return ("A", a_XI, 1.0 / len(a_XI)), ("B", output_rows(e_VNTO, "expand"), 1.0 / rows.num_rows)
 
     def update_statistics(self, name: str, rows: Rows) -> None:
-        known, is_passed_on = self.statistics.get(name), self.is_passed_on(name)
-        if type(self).measure is not KFAC.measure or (known is None and not is_passed_on):
+        known, decay = self.statistics.get(name), self.option(name, "ema_decay")
+        if type(self).measure is not KFAC.measure or known is None or not decay:
             super().update_statistics(name, rows)
             return
-        a_XI, e_XO, of_e = self._chosen(rows)
+        sides = self._sides(rows)
         # The trace bounds all products.
-        if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):
+        if not all(bool(x_XD.square().sum().isfinite()) for _, x_XD, _ in sides):
             self.note_skipped()
             return
-        if is_passed_on:
-            self.pass_on(name, self._products(a_XI, e_XO, of_e, self.inverses.get(name, {})))
-            return
-        assert known is not None
         # Add products directly to the averages, to avoid a second copy of the factors.
-        decay = self.option(name, "ema_decay")
-        for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
+        for key, x_XD, scale in sides:
             add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)
         self.statistics.decayed(name, decay)
+
+
+class KFRA(KFAC):
+    """K-FAC with the output factors of a recursion over averages (Botev et al. 2017).
+
+    It needs one matrix for each operation, not a vector for each class. ConfigError if the network
+    is not a chain of operations, or for a layer without factors: name it in skip.
+
+    Options: see `KFAC`.
+    """
+
+    fisher: ClassVar[str] = "averages"  # type: ignore[misc]
+    num_draws: ClassVar[int] = 1  # type: ignore[misc]
+    sharing: ClassVar[str] = "expand"  # type: ignore[misc]
+    traits = TRAITS["kfra"]
 
 
 class SKFAC(KFAC):

@@ -3,7 +3,8 @@
     DiagonalNG                       C = diag F
     UnitWiseNG, LayerWiseNG, FullNG  C = F of each output, each layer, or all affine layers
     MFAC, GGT                        C = mean of g g^T of the last `rank` minibatches, or its root
-    TONGA                            C = moving average of g g^T of a layer: leading eigenvectors
+    TONGA, UnitTONGA                 C = moving average of g g^T of a layer or output: eigenvectors
+    FANG                             C = F: sparse factors of the inverse, by regression on biases
     SFN                              C = |H| of a layer
     ESGD, AdaHessian                 C = root of the mean of (H z)^2, or of (z H z)^2
 """
@@ -62,6 +63,23 @@ class TONGA(MFAC):
     rank: int = 10
     ema_decay: float = 0.995
     traits = TRAITS["tonga"]
+
+
+class UnitTONGA(TONGA):
+    """TONGA with a matrix for each output of a layer (Le Roux et al. 2007, section 4)."""
+
+    traits = TRAITS["tonga_unit"]
+
+
+class FANG(Combination, FisherMethod):
+    """FANG (Grosse and Salakhutdinov 2015) for affine layers.
+
+    The gradients of the biases of a layer have a dense covariance. That of a weight depends, given
+    its own bias, on no other. The inverse of such an F has exact sparse factors. Without biases it
+    is the diagonal.
+    """
+
+    traits = TRAITS["fang"]
 
 
 class SFN(ProductCombination):

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram
-from ngsgd.curvature.forms.memory import apart, empty, give_back
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import less_upper_product, upper_gram
 from ngsgd.preconditioners.blocks import flat, require_small, unflat
@@ -69,12 +68,9 @@ class PSGD(SecondOrderMethod):
         return {f"{group}.{key}": (size, size) for group in GROUPS for key, size in (("Ql", O), ("Qr", I))}
 
     def update_curvature(self, seen: Any) -> None:
-        # Before and after the allocation peak.
-        give_back()
         v = self.drawn(seen)
         h = self.product("hessian", v, is_last=True)
         self.forget_minibatch()
-        give_back()
         for name, value in h.items():
             value.add_(v[name], alpha=self.option(name, "damping"))
         if not all(bool(value.isfinite().all()) for value in h.values()):
@@ -131,7 +127,7 @@ class PSGD(SecondOrderMethod):
         if "q" in known:
             return {"P": known["q"].square()}
         before = self.inverses.get(name, {})
-        return {key: upper_gram(Q_DD, before[key] if key in before else apart(Q_DD, *Q_DD.shape)) for key, Q_DD in known.items()}
+        return {key: upper_gram(Q_DD, before[key] if key in before else torch.empty_like(Q_DD)) for key, Q_DD in known.items()}
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return (inverse["Ql"], inverse["Qr"]) if "Ql" in inverse else None
@@ -149,7 +145,7 @@ class PSGD(SecondOrderMethod):
 
 def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:
     """Return a^T a - b^T b."""
-    found = empty(a_XD, a_XD.shape[1], a_XD.shape[1])
+    found = a_XD.new_empty(a_XD.shape[1], a_XD.shape[1])
     add_gram(a_XD, found, keep=0.0)
     add_gram(b_XD, found, scale=-1.0)
     return found
@@ -163,7 +159,7 @@ def _first_scale(v: Tensor, h: Tensor) -> Tensor:
 
 
 def _identity(like: Tensor, size: int, scale: Tensor) -> Tensor:
-    found = apart(like, size, size).zero_()
+    found = like.new_zeros(size, size)
     found.diagonal().fill_(scale)
     return found
 

@@ -1,9 +1,16 @@
-"""Hessian-free optimization, and the base of methods that keep the graph of a minibatch."""
+"""Methods without a matrix, and the base of methods that keep the graph of a minibatch.
+
+They solve (C + d I) x = g of all parameters by products with the curvature C of the minibatch:
+
+    HessianFree   conjugate gradients
+    KSD           x in the span of g, C g, .., C^(k - 1) g and the last direction
+    LiSSA         x_0 = g / s,  x_(j + 1) = x_j + (g - (C + d I) x_j) / s
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +20,7 @@ from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.layers import upcast
 from ngsgd.curvature.products import FullModelProducts, expanded
 from ngsgd.errors import ConfigError
-from ngsgd.ops.linalg import conjugate_gradients
+from ngsgd.ops.linalg import conjugate_gradients, eigh
 from ngsgd.ops.second_derivatives import naming_missing, twice_differentiable
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.blocks import flat, unflat
@@ -93,33 +100,19 @@ class SecondOrderMethod(Preconditioner):
         return {name: self.blocks.oriented(name, upcast(value)) for name, value in found.items()}
 
 
-class HessianFree(SecondOrderMethod):
-    """Hessian-free optimization (Martens 2010): (C + d I) x = g by conjugate gradients.
-
-    C is the Gauss-Newton matrix or the Hessian of the minibatch. Only the start of the iteration
-    depends on earlier minibatches: it is the last direction times a decay. It needs memory for the
-    graph of one minibatch and a few gradients.
+class MatrixFree(SecondOrderMethod):
+    """Base of the methods without a matrix, which need memory for the graph and a few gradients.
 
     Args:
-        products: "ggn" (default) or "hessian"; negative curvature of the latter ends the iteration.
-        max_cg_steps: products per minibatch, each about two backward passes. Default 10.
-        cg_tolerance: norm of the residual relative to the gradient norm. Default 1e-3.
-        ema_decay: factor of the last direction at the start of the iteration. Default 0.95.
+        products: C: "ggn", the Gauss-Newton matrix, or "hessian".
+        ema_decay: factor of the last direction, from which `solved` may start. Default 0.95.
         options: see `Preconditioner`.
     """
 
     products: str = "ggn"
-    max_cg_steps: int = 10
-    cg_tolerance: float = 1e-3
-
-    # All layers are one linear system.
-    traits = TRAITS["hessian_free"]
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *self.choice("products", "ggn", "hessian"), *self.at_least("max_cg_steps", 1)]
-        if not self.cg_tolerance > 0.0:
-            found.append(f"cg_tolerance is {self.cg_tolerance}; it must be above 0.")
-        return found
+        return [*super().problems(), *self.choice("products", "ggn", "hessian")]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,17 +125,20 @@ class HessianFree(SecondOrderMethod):
     def update_curvature(self, seen: Any) -> None:
         """Keep nothing; `apply` uses the graph of the minibatch."""
 
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
+        """Return x and the number of products with C + d I; `start_D`: decayed last direction."""
+        raise NotImplementedError
+
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.minibatch is None:
-            raise ConfigError("HessianFree needs the graph of the minibatch, which step() frees; call step().")
+            raise ConfigError(f"{type(self).__name__} needs the graph of the minibatch, which step() frees; call step().")
 
         def damped(v_D: Tensor) -> Tensor:
             return flat(self.product(self.products, unflat(v_D, grads))) + self.damping * v_D
         g_D, start_D = flat(grads), None
         if self.ema_decay and all(name in self.statistics for name in grads):
             start_D = flat({name: self.statistics[name]["direction"] for name in grads}).mul_(self.ema_decay)
-        direction_D, taken = conjugate_gradients(damped, g_D, start_D=start_D, max_steps=self.max_cg_steps,
-                                                 tolerance=self.cg_tolerance)
+        direction_D, taken = self.solved(damped, g_D, start_D)
         self.num_products += taken
         found = unflat(direction_D, grads)
         # The iterates of a gradient that is not finite are those of the last minibatch.
@@ -155,3 +151,97 @@ class HessianFree(SecondOrderMethod):
 
     def invert(self, name: str, known: State) -> State:
         return {}
+
+
+class HessianFree(MatrixFree):
+    """Hessian-free optimization (Martens 2010): (C + d I) x = g by conjugate gradients.
+
+    The iteration starts from the decayed last direction. Negative curvature ends it.
+
+    Args:
+        max_cg_steps: products per minibatch, each about two backward passes. Default 10.
+        cg_tolerance: norm of the residual relative to the gradient norm. Default 1e-3.
+        options: see `MatrixFree`; "ggn" is the default of products.
+    """
+
+    max_cg_steps: int = 10
+    cg_tolerance: float = 1e-3
+    traits = TRAITS["hessian_free"]
+
+    def problems(self) -> list[str]:
+        found = [] if self.cg_tolerance > 0.0 else [f"cg_tolerance is {self.cg_tolerance}; it must be above 0."]
+        return [*super().problems(), *self.at_least("max_cg_steps", 1), *found]
+
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
+        return conjugate_gradients(product, g_D, start_D=start_D, max_steps=self.max_cg_steps, tolerance=self.cg_tolerance)
+
+
+class KSD(MatrixFree):
+    """Krylov subspace descent (Vinyals and Povey 2012), with the quadratic model of the minibatch.
+
+    The paper minimizes the loss itself over the subspace, by BFGS on another minibatch.
+
+    Args:
+        dimension: number of powers of C, of which each takes one product. Default 20.
+        options: see `MatrixFree`; "ggn" is the default of products.
+    """
+
+    dimension: int = 20
+    traits = TRAITS["ksd"]
+
+    def problems(self) -> list[str]:
+        return [*super().problems(), *self.at_least("dimension", 1)]
+
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
+        # its images have no eigenvalues
+        if not bool(g_D.sum().isfinite()):
+            return g_D, 0
+        basis, images = list[Tensor](), list[Tensor]()
+        x_D: Tensor = g_D
+        for number in range(self.dimension + (start_D is not None)):
+            v_D = x_D if start_D is None or number < self.dimension else start_D
+            length = v_D.norm()
+            # Twice, because one pass leaves rounding errors of the size of small remainders.
+            for each_D in (*basis, *basis):
+                v_D = v_D - (each_D @ v_D) * each_D
+            # A vector of the span adds nothing to it.
+            if bool(v_D.norm() <= torch.finfo(v_D.dtype).eps**0.5 * length):
+                continue
+            basis.append(v_D / v_D.norm())
+            images.append(product(basis[-1]))
+            x_D = images[-1]
+        if not basis:
+            return g_D, 0
+        V_DK = torch.stack(basis, dim=1)
+        values_K, U_KK = eigh(V_DK.T @ torch.stack(images, dim=1))
+        # as in the paper, negative curvature counts by its size, and has a floor
+        W_DK = V_DK @ U_KK
+        return W_DK @ ((W_DK.T @ g_D) / values_K.abs().clamp(min=self.damping)), len(basis)
+
+
+class LiSSA(MatrixFree):
+    """LiSSA (Agarwal et al. 2017): the Neumann series of the inverse; no direction is kept.
+
+    The paper samples an example for each product; here all products are of the minibatch.
+
+    Args:
+        num_terms: products per minibatch. Default 10.
+        scale: s; the series converges if it is above the largest eigenvalue of C + d I. Default 10.
+        options: see `MatrixFree`; "hessian" is the default of products, ema_decay must be 0.
+    """
+
+    products: str = "hessian"
+    ema_decay: float = 0.0
+    num_terms: int = 10
+    scale: float = 10.0
+    traits = TRAITS["lissa"]
+
+    def problems(self) -> list[str]:
+        found = [] if self.scale > 0.0 else [f"scale is {self.scale}; it must be above 0."]
+        return [*super().problems(), *self.at_least("num_terms", 1), *found]
+
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
+        x_D = g_D / self.scale
+        for _ in range(self.num_terms):
+            x_D = x_D + (g_D - product(x_D)) / self.scale
+        return x_D, self.num_terms

@@ -11,9 +11,8 @@ Letters: V vectors, N samples, X = V N, T positions, O outputs, I inputs (with t
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -46,17 +45,6 @@ class _FromRows(FisherMethod):
         X, Y = (math.prod(entry[key].shape[:2]) if key in entry else "x" for key in ("statistics.e", "inverse.e"))
         return {**{f"{group}.{key}": shape for group in GROUPS for key, shape in rows.items()},
                 "statistics.gram?": (X, X), "statistics.sums?": (X,), "inverse.root?*": (Y, Y)}
-
-    @contextlib.contextmanager
-    def watching(self, num_rows: int | None) -> Iterator[None]:
-        # If every step updates curvature and inverse, free the last rows before the passes of this
-        # minibatch. Otherwise keep them in case this minibatch is not finite.
-        if all(self.is_due(what) and self.last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
-            for kept_so_far in (self.statistics, self.inverses):
-                for name in [name for name, known in kept_so_far.items() if "e" in known]:
-                    del kept_so_far[name]
-        with super().watching(num_rows):
-            yield
 
     def update_curvature(self, seen: FisherSample) -> None:
         if self.fisher == "empirical" and self.is_due("inverse"):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.layers import upcast
 from ngsgd.ops import gemm
-from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
+from ngsgd.ops.linalg import eigh, inverse_root
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.states import GROUPS, Layout, State
@@ -75,18 +75,16 @@ class Shampoo(_BlockMethod):
         damping: relative to the largest eigenvalue of a factor. Default 1e-6.
         history: accumulation of G G^T: "average" with ema_decay (default), or "sum" of all steps,
             as in the paper.
-        root_method: "eigen" (default), or "newton", GEMMs only, which is faster on GPUs.
         block_size: largest dimension of a factor. Default 1024.
         options: see `Preconditioner`.
     """
 
     damping: float = 1e-6
     history: str = "average"
-    root_method: str = "eigen"
     traits = TRAITS["shampoo"]
 
     def problems(self) -> list[str]:
-        return [*super().problems(), *self.choice("history", "average", "sum"), *self.choice("root_method", "eigen", "newton")]
+        return [*super().problems(), *self.choice("history", "average", "sum")]
 
     def average_in(self, name: str, new: State) -> None:
         # Zero gradients start no estimate: the root of their factors would be arbitrarily large.
@@ -105,10 +103,9 @@ class Shampoo(_BlockMethod):
         return {f"{group}.{key}": shape for group in GROUPS for key, shape in self._factor_shapes(name).items()}
 
     def invert(self, name: str, known: State) -> State:
-        find = inverse_root if self.root_method == "eigen" else inverse_root_newton
         order = 1 + max(int(key.rpartition(".")[2]) for key in known)
         # A block with zero gradients waits for the next update; no value is read on the host.
-        return {key: torch.where(L_DD.any(), find(L_DD, 2 * order, self.option(name, "damping")), 0.0)
+        return {key: torch.where(L_DD.any(), inverse_root(L_DD, 2 * order, self.option(name, "damping")), 0.0)
                 for key, L_DD in known.items()}
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,20 +1,20 @@
 """Adam, AdamW, Muon and any other optimizer of torch's interface as preconditioners.
 
-The direction of the first three is the update at learning rate 1 of a copy of the parameters,
-zeros before the step. That of others is their update of a copy, divided by the learning rate. A
-GradScaler must unscale first.
+The direction is the update of a copy, divided by the learning rate. It is 1 for the first three,
+whose copies are zeros before the step. A GradScaler must unscale first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig
 from ngsgd.config.traits import TRAITS, Traits
+from ngsgd.curvature.layers import upcast
 from ngsgd.errors import ConfigError
 from ngsgd.imports import find, first_line
 from ngsgd.preconditioners.base import Preconditioner
@@ -26,7 +26,128 @@ _OF_GROUP = "group "
 _NUMBERS = {"int": int, "float": float, "bool": bool}
 
 
-class Adam(Preconditioner):
+class TorchMethod(Preconditioner):
+    """Base of methods whose directions are steps of torch optimizers for copies of the parameters.
+
+    Their state, with numbers of param groups that change, is saved and loaded as a state of a
+    preconditioner; it may hold tensors and numbers.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lr = 1.0
+        self._copies: dict[str, nn.Parameter] = {}
+        # with the param groups of each, as it was made
+        self._optimizers: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
+
+    def optimizers(self, copies: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+        """Return optimizers for all copies together."""
+        raise NotImplementedError
+
+    def viewed(self, x: Tensor) -> Tensor:
+        """Return the shape in which torch optimizers get a parameter."""
+        return x.detach()
+
+    def start(self, name: str) -> Tensor:
+        """Return the value of a copy before a step."""
+        return self.viewed(self.blocks.oriented(name, upcast(self.parameters[name].detach())))
+
+    def update_curvature(self, seen: Any) -> None:
+        """Do nothing; `apply` updates the state."""
+
+    def refresh(self) -> None:
+        """Do nothing; the state is applied directly."""
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._optimizers = []
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found, finite = dict(grads), self.finite(grads)
+        if not finite:
+            return found
+        if not self._optimizers or any(name not in self._copies or self._copies[name].dtype != g.dtype
+                                       or self._copies[name].device != g.device for name, g in grads.items()):
+            self._begin()
+        before = {name: self.start(name).to(self._copies[name]) for name in finite}
+        for name, value in before.items():
+            self._copies[name].copy_(value)
+            self._copies[name].grad = self.viewed(grads[name]).to(value)
+        for optimizer, initial in self._optimizers:
+            for group, was in zip(optimizer.param_groups, initial, strict=True):
+                group["lr"] = self.lr * was["share"]
+            with torch.enable_grad():
+                optimizer.step()
+        for name, value in before.items():
+            self._copies[name].grad = None
+            # a step of zero length has no direction
+            found[name] = ((value - self._copies[name].detach()) / (self.lr or 1.0)).view_as(grads[name])
+        return found
+
+    def finite(self, grads: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of finite gradients; count the minibatch as skipped if others exist."""
+        if not grads:
+            return []
+        flags = [g.isfinite().all() for g in grads.values()]
+        # One wait for all of them.
+        is_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        if not all(is_finite):
+            self.note_skipped()
+        return [name for name, one in zip(grads, is_finite, strict=True) if one]
+
+    def _begin(self) -> None:
+        """Make the optimizers, with the state in the statistics."""
+        names = [name for name, p in self.parameters.items() if p.requires_grad and name not in self.skipped]
+        self._copies = {name: nn.Parameter(self.viewed(upcast(self.blocks.oriented(name, self.parameters[name].detach()))).clone())
+                        for name in names}
+        self._optimizers = []
+        for optimizer in self.optimizers(list(self._copies.values()), self.lr or 1.0):
+            self._restore(optimizer)
+            self._optimizers.append((optimizer, [{**group, "share": float(group["lr"]) / (self.lr or 1.0)}
+                                                 for group in optimizer.param_groups]))
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        super().load_state_dict(state)
+        self._optimizers = []
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the names of its parameters, in its order."""
+        names = {id(copy): name for name, copy in self._copies.items()}
+        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+    def settle(self) -> None:
+        self.statistics = CurvatureAverage() if self._optimizers else self.statistics
+        for optimizer, initial in self._optimizers:
+            names, saved = self._names(optimizer), optimizer.state_dict()
+            for index, entry in saved["state"].items():
+                self.statistics.put(names[index], dict(_tensors(entry)))
+            for group, was in zip(saved["param_groups"], initial, strict=True):
+                changed = {key: value for key, value in group.items() if key not in ("lr", "params")
+                           and isinstance(value, (int, float, Tensor)) and (isinstance(value, Tensor) or value != was[key])}
+                if changed:
+                    first = names[group["params"][0]]
+                    of_group = {f"{_OF_GROUP}{key}": value for key, value in _tensors(changed)}
+                    self.statistics.put(first, {**self.statistics.get(first, {}), **of_group})
+
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer the state in the statistics, as torch loads it."""
+        saved = optimizer.state_dict()
+        for index, name in enumerate(self._names(optimizer) if self.statistics else ()):
+            # as `_tensors` made it
+            kept = self.statistics.get(name, {})
+            split = {key: key.rpartition(":") for key in kept}
+            entry = {(own if kind in _NUMBERS and own else key): _NUMBERS[kind](kept[key].item()) if kind in _NUMBERS and own
+                     else kept[key] for key, (own, _, kind) in split.items()}
+            for group in saved["param_groups"]:
+                if index in group["params"]:
+                    group |= {key.removeprefix(_OF_GROUP): value for key, value in entry.items() if key.startswith(_OF_GROUP)}
+            if state := {key: value for key, value in entry.items() if not key.startswith(_OF_GROUP)}:
+                saved["state"][index] = state
+        if self.statistics:
+            optimizer.load_state_dict(saved)
+
+
+class Adam(TorchMethod):
     """torch.optim.Adam (Kingma and Ba 2015) as a preconditioner.
 
     Args:
@@ -43,77 +164,26 @@ class Adam(Preconditioner):
     weight_decay: float = 0.0
     traits = TRAITS["adam"]
 
+    # of the parameters that Muon does not take
+    vector_optimizer: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
+
     def problems(self) -> list[str]:
         found = [*super().problems(), *self.decay("momentum"), *self.at_least("weight_decay", 0)]
         if self.layer_options:
             found.append("layer_options is set; these methods have no settings of single layers.")
         return found
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # by parameter, from its first step on
-        self._copies: dict[str, nn.Parameter] = {}
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
-
-    def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
-        """Create the torch optimizer of one parameter, with learning rate 1."""
-        return torch.optim.Adam([copy], lr=1.0, betas=(self.momentum, self.ema_decay), eps=self.damping,
-                                weight_decay=self.weight_decay)
+    def optimizers(self, copies: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+        return [self.vector_optimizer(copies, lr=lr, betas=(self.momentum, self.ema_decay), eps=self.damping,
+                                      weight_decay=self.weight_decay)] if copies else []
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         shape = self.blocks.shape(name)
         return {"statistics.step*": (), "statistics.exp_avg": shape, "statistics.exp_avg_sq": shape}
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
-        self._copies.pop(name, None)
-        self._optimizers.pop(name, None)
-
-    def viewed(self, x: Tensor) -> Tensor:
-        """Return the shape in which the torch optimizer gets a parameter."""
-        return x.detach()
-
-    def update_curvature(self, seen: Any) -> None:
-        """Do nothing; `apply` updates the moments."""
-
-    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(grads)
-        for name in self.finite(grads):
-            found[name] = self.parameter_direction(name, grads[name], self.parameters[name])
-            self.statistics.weights[name] = 1.0
-        return found
-
-    def parameter_direction(self, name: str, g: Tensor, p: Tensor) -> Tensor:
-        """Return the direction of one parameter and update its moments."""
-        if name not in self._copies or self._copies[name].dtype != g.dtype or self._copies[name].device != g.device:
-            self._copies[name] = nn.Parameter(torch.zeros_like(self.viewed(g)))
-            self._optimizers[name] = self.optimizer(name, self._copies[name])
-        copy = self._copies[name]
-        # With weight decay start from the parameter, because decay is relative to it.
-        before = torch.zeros_like(copy)
-        if self.weight_decay:
-            before = self.viewed(self.blocks.oriented(name, p)).to(copy)
-        copy.copy_(before)
-        copy.grad = self.viewed(g).to(copy)
-        self._optimizers[name].state[copy] = self.statistics.setdefault(name, {})
-        with torch.enable_grad():
-            self._optimizers[name].step()
-        copy.grad = None
-        return (before - copy.detach()).view_as(g)
-
-    def finite(self, grads: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of finite gradients; count the minibatch as skipped if others exist."""
-        if not grads:
-            return []
-        flags = [g.isfinite().all() for g in grads.values()]
-        # One wait for all of them.
-        is_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        if not all(is_finite):
-            self.note_skipped()
-        return [name for name, one in zip(grads, is_finite, strict=True) if one]
-
-    def refresh(self) -> None:
-        """Do nothing; the moments are applied directly."""
+    def start(self, name: str) -> Tensor:
+        # Only decay is relative to the parameter.
+        return super().start(name) if self.weight_decay else torch.zeros_like(self._copies[name])
 
 
 class AdamW(Adam):
@@ -126,10 +196,7 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
     traits = TRAITS["adamw"]
-
-    def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([copy], lr=1.0, betas=(self.momentum, self.ema_decay), eps=self.damping,
-                                 weight_decay=self.weight_decay)
+    vector_optimizer: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
 class Muon(AdamW):
@@ -156,18 +223,15 @@ class Muon(AdamW):
     def viewed(self, x: Tensor) -> Tensor:
         return x.detach().flatten(1) if x.ndim > 1 else x.detach()
 
-    def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
-        if copy.ndim < 2:
-            return super().optimizer(name, copy)
-        return torch.optim.Muon([copy], lr=1.0, momentum=self.momentum, weight_decay=self.weight_decay,
-                                ns_steps=self.orthogonal_steps)
+    def optimizers(self, copies: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+        matrices = [copy for copy in copies if copy.ndim > 1]
+        return [*super().optimizers([copy for copy in copies if copy.ndim < 2], lr), *(
+            [torch.optim.Muon(matrices, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay,
+                              ns_steps=self.orthogonal_steps)] if matrices else [])]
 
 
-class CustomOptimizer(Preconditioner):
-    """Steps of an optimizer for copies of the parameters, with the learning rate of the job.
-
-    Its state, with numbers of its param groups that change, is saved and loaded as a state of a
-    preconditioner; it may hold tensors and numbers.
+class CustomOptimizer(TorchMethod):
+    """Steps of a custom optimizer, with the learning rate of the job.
 
     Args:
         make: returns the optimizer of parameters and a learning rate.
@@ -177,96 +241,12 @@ class CustomOptimizer(Preconditioner):
     make: Callable[[Sequence[nn.Parameter], float], torch.optim.Optimizer] = torch.optim.SGD
     traits = Traits(every_step=True, fixed_length=True, joins_bias=False, agrees_over_ranks=True, has_mean=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._lr = 1.0
-        self._copies: dict[str, nn.Parameter] = {}
-        self._optimizer: torch.optim.Optimizer | None = None
-        # of every param group, as the optimizer was made
-        self._initial: list[dict[str, Any]] = []
-
     def _step(self, lr: float | None) -> None:
-        self._lr = 1.0 if lr is None else float(lr)
+        self.lr = 1.0 if lr is None else float(lr)
         super()._step(lr)
 
-    def update_curvature(self, seen: Any) -> None:
-        """Do nothing; `apply` updates the state."""
-
-    def refresh(self) -> None:
-        """Do nothing; the state is applied directly."""
-
-    def forget(self, name: str) -> None:
-        # the optimizer of all parameters starts again
-        super().forget(name)
-        self._optimizer = None
-
-    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not grads or not bool(torch.stack([g.isfinite().all() for g in grads.values()]).all()):
-            self.note_skipped()
-            return dict(grads)
-        optimizer = self._optimizer or self._made()
-        for group, initial in zip(optimizer.param_groups, self._initial, strict=True):
-            group["lr"] = self._lr * initial["share"]
-        before = {name: self._current(name) for name in grads}
-        for name, copy in self._copies.items():
-            copy.grad = grads[name].to(copy) if name in grads else None
-            if name in grads:
-                copy.copy_(before[name])
-        with torch.enable_grad():
-            optimizer.step()
-        # a step of zero length has no direction
-        return {name: (before[name] - self._copies[name].detach()) / (self._lr or 1.0) for name in grads}
-
-    def _current(self, name: str) -> Tensor:
-        p = self.blocks.oriented(name, self.parameters[name].detach())
-        return p.to(torch.promote_types(p.dtype, torch.float32))
-
-    def _made(self) -> torch.optim.Optimizer:
-        names = [name for name, p in self.parameters.items() if p.requires_grad and name not in self.skipped]
-        self._copies = {name: nn.Parameter(self._current(name).clone()) for name in names}
-        self._optimizer = optimizer = self.make(list(self._copies.values()), self._lr or 1.0)
-        self._initial = [{**group, "share": float(group["lr"]) / (self._lr or 1.0)} for group in optimizer.param_groups]
-        if self.statistics:
-            self._restore(optimizer)
-        return optimizer
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        if self._optimizer is not None:
-            self._store(self._optimizer)
-        return super().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        super().load_state_dict(state)
-        self._optimizer = None
-
-    def _store(self, optimizer: torch.optim.Optimizer) -> None:
-        self.statistics = CurvatureAverage()
-        names, saved = list(self._copies), optimizer.state_dict()
-        for index, entry in saved["state"].items():
-            self.statistics.put(names[index], dict(_tensors(entry)))
-        for group, initial in zip(saved["param_groups"], self._initial, strict=True):
-            changed = {key: value for key, value in group.items() if key not in ("lr", "params")
-                       and isinstance(value, (int, float, Tensor)) and (isinstance(value, Tensor) or value != initial[key])}
-            if changed:
-                first = names[group["params"][0]]
-                of_group = {f"{_OF_GROUP}{key}": value for key, value in _tensors(changed)}
-                self.statistics.put(first, {**self.statistics.get(first, {}), **of_group})
-
-    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer the state in the statistics, as torch loads it."""
-        saved, names = optimizer.state_dict(), list(self._copies)
-        for index, name in enumerate(names):
-            # as `_tensors` made it
-            kept = self.statistics.get(name, {})
-            split = {key: key.rpartition(":") for key in kept}
-            entry = {(own if kind in _NUMBERS and own else key): _NUMBERS[kind](kept[key].item()) if kind in _NUMBERS and own
-                     else kept[key] for key, (own, _, kind) in split.items()}
-            for group in saved["param_groups"]:
-                if index in group["params"]:
-                    group |= {key.removeprefix(_OF_GROUP): value for key, value in entry.items() if key.startswith(_OF_GROUP)}
-            if state := {key: value for key, value in entry.items() if not key.startswith(_OF_GROUP)}:
-                saved["state"][index] = state
-        optimizer.load_state_dict(saved)
+    def optimizers(self, copies: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+        return [self.make(copies, lr)]
 
 
 def _tensors(entry: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
