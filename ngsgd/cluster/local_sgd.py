@@ -20,19 +20,7 @@ from torch.optim import Optimizer
 
 from ngsgd.arguments import checked, checks_arguments, require_state
 from ngsgd.cluster.fingerprint import why_no_kernels
-from ngsgd.cluster.replicas.exchanged_tensors import (
-    Exchanged,
-    digest_of,
-    fill,
-    first_difference,
-    first_not_finite,
-    marks_of,
-    means_of_variances,
-    num_not_finite,
-    planned,
-    values_of,
-    write,
-)
+from ngsgd.cluster.replicas import exchanged_tensors as exchanged
 from ngsgd.cluster.replicas.outer_parts import OptimizerReset, Part, clear_not_finite, parts_of, require_like
 from ngsgd.cluster.replicas.rank_group import LostRankError, RankGroup
 from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError, has_grown, warn
@@ -49,17 +37,17 @@ _MAX_SAMPLES = 2**53  # integers that float64 holds
 class _Round:
     """What this rank brings to an average."""
 
-    tensors: list[Exchanged] = field(default_factory=list)
+    tensors: list[exchanged.Exchanged] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     # bits of the tensors that are followed, before the average, and those that it changes
     marks: dict[str, int] = field(default_factory=dict)
-    written: list[Exchanged] = field(default_factory=list)
+    written: list[exchanged.Exchanged] = field(default_factory=list)
     bad: str = ""  # a tensor of this rank that is not finite
     is_bad: bool = False
     problem: ConfigError | None = None
 
     @property
-    def followed(self) -> list[Exchanged]:
+    def followed(self) -> list[exchanged.Exchanged]:
         return [one for one in self.tensors if one.kind == "followed"]
 
 
@@ -169,7 +157,7 @@ class LocalSGD:
             group = self._group = RankGroup(process_group, timeout_s, device)
             own = _Round()
             try:
-                own.tensors = planned(self.model)
+                own.tensors = exchanged.planned(self.model)
             except ConfigError as problem:
                 own.problem = problem
             try:
@@ -190,7 +178,7 @@ class LocalSGD:
                                "of the process group, in the same order.") from error
         self._parts = parts_of(own.tensors, self.rule.buffers, None)
         self._known = {id(one.tensor): one.tensor for one in own.tensors if isinstance(one.tensor, nn.Parameter)}
-        self._count(own.followed, marks_of(own.followed))
+        self._count(own.followed, exchanged.marks_of(own.followed))
         return group
 
     @property
@@ -292,27 +280,27 @@ class LocalSGD:
         own = _Round()
         try:
             trained = {key for part in self._parts for key in part.slices()}
-            own.tensors = planned(self.model, trained, self._known)
+            own.tensors = exchanged.planned(self.model, trained, self._known)
             own.parts = parts_of(own.tensors, self.rule.buffers, self._parts)
-            own.marks = marks_of(own.followed)
+            own.marks = exchanged.marks_of(own.followed)
         except ConfigError as problem:
             own.problem = problem
             return own
         for part in own.parts:
-            if not fill(part.sums, part.tensors, self._num_samples):
-                own.is_bad, own.bad = True, first_not_finite(part.tensors)
+            if not exchanged.fill(part.sums, part.tensors, self._num_samples):
+                own.is_bad, own.bad = True, exchanged.first_not_finite(part.tensors)
         for one in own.followed if self._num_samples else ():
             mark, count = self._counts.get(one.name, (0, 0))
-            if own.marks[one.name] != mark and num_not_finite(one) > count:
+            if own.marks[one.name] != mark and exchanged.num_not_finite(one) > count:
                 own.is_bad, own.bad = True, one.name
         if own.is_bad:
             for part in own.parts:
                 part.sums.zero_()
         return own
 
-    def _count(self, followed: Sequence[Exchanged], marks: Mapping[str, int]) -> None:
+    def _count(self, followed: Sequence[exchanged.Exchanged], marks: Mapping[str, int]) -> None:
         """Note which values are not finite from now on, because a module needs them."""
-        self._counts |= {one.name: (marks[one.name], num_not_finite(one)) for one in followed
+        self._counts |= {one.name: (marks[one.name], exchanged.num_not_finite(one)) for one in followed
                          if self._counts.get(one.name, (None,))[0] != marks[one.name]}
 
     # Average --------------------------------------------------------------------------------------
@@ -340,7 +328,7 @@ class LocalSGD:
             part.step(self.rule, now, weight)
         # parameters last, because a buffer can be a view of one
         for one, values in means:
-            write(one.tensor, values)
+            exchanged.write(one.tensor, values)
         for part in own.parts:
             part.load(part.start)
         self._numbers, self._num_samples = now, 0
@@ -363,7 +351,8 @@ class LocalSGD:
         # fixed tensors may change in shape after the start
         lines = [f"rule {rule}", *(one.line for one in own.tensors if one.kind != "fixed" or self._known is None)]
         text = "\n".join(lines) if own.problem is None else str(own.problem)
-        headers = self._group.gather([digest_of(text), own.problem is not None, self.num_rounds, self._num_samples, own.is_bad])
+        headers = self._group.gather(
+            [exchanged.digest_of(text), own.problem is not None, self.num_rounds, self._num_samples, own.is_bad])
         if any(header[1] for header in headers):
             texts = self._group.gather_texts(text if own.problem else "")
             raise own.problem or ConfigError([f"rank {rank}: {text}" for rank, text in zip(self._group.ranks, texts, strict=True)
@@ -371,12 +360,12 @@ class LocalSGD:
         if len({header[0] for header in headers}) > 1:
             texts = self._group.gather_texts(text)
             names = [f"rank {rank}" for rank in self._group.ranks]
-            raise ConfigError("the models or outer rules of the ranks differ: "
-                              f"{first_difference(dict(zip(names, texts, strict=True)))}. Create and change the model in the "
-                              "same way on all ranks.")
+            difference = exchanged.first_difference(dict(zip(names, texts, strict=True)))
+            raise ConfigError(f"the models or outer rules of the ranks differ: {difference}. Create and change the model "
+                              "in the same way on all ranks.")
         return headers
 
-    def _means(self, own: _Round, counted: Sequence[int], weight: float) -> list[tuple[Exchanged, Tensor]]:
+    def _means(self, own: _Round, counted: Sequence[int], weight: float) -> list[tuple[exchanged.Exchanged, Tensor]]:
         """Return the means of followed tensors that differ between ranks with samples, and
         equalize the others."""
         followed, index = own.followed, self._group.ranks.index(self._group.rank)
@@ -384,7 +373,7 @@ class LocalSGD:
             return []
         gathered = zip(*self._group.gather(list(own.marks.values())), strict=True)
         marks = dict(zip(own.marks, gathered, strict=True))
-        mean_of = means_of_variances(followed)
+        mean_of = exchanged.means_of_variances(followed)
         differing = {name for name, numbers in marks.items() if len({numbers[rank] for rank in counted}) > 1}
         # variances of means that differ are larger, so both are pooled
         differing |= {name for name, mean in mean_of.items() if mean.name in differing}
@@ -399,17 +388,17 @@ class LocalSGD:
             sums = torch.zeros(sum(one.size for one in own_dtype), dtype=dtype, device=device)
             parts = sums.split([one.size for one in own_dtype])
             for one, values in zip(own_dtype, parts, strict=True) if index in counted else ():
-                values.copy_(values_of(one.tensor, dtype))
+                values.copy_(exchanged.values_of(one.tensor, dtype))
                 if one.name in mean_of:
                     # second moments have a mean, variances have none
-                    values.add_(values_of(mean_of[one.name].tensor, dtype).to(device).square())
+                    values.add_(exchanged.values_of(mean_of[one.name].tensor, dtype).to(device).square())
                 values.mul_(self._num_samples)
             self._group.all_reduce(sums)
             sums.div_(weight)
             means |= {one.name: values for one, values in zip(own_dtype, parts, strict=True)}
         for name, mean in mean_of.items():
             if name in means:
-                center = means[mean.name] if mean.name in means else values_of(mean.tensor, mean.precision)
+                center = means[mean.name] if mean.name in means else exchanged.values_of(mean.tensor, mean.precision)
                 means[name].sub_(center.to(means[name].device).square()).clamp_(min=0.0)
         return [(one, means[one.name]) for one in averaged]
 
@@ -420,7 +409,7 @@ class LocalSGD:
         if frozen:
             ids = {id(one.tensor) for one in frozen}
             self._parts = parts_of([one for one in own.tensors if id(one.tensor) not in ids], self.rule.buffers, own.parts)
-        self._count([*own.followed, *frozen], {**own.marks, **marks_of([*own.written, *frozen])})
+        self._count([*own.followed, *frozen], {**own.marks, **exchanged.marks_of([*own.written, *frozen])})
 
     def _caught_up(self, rounds: Sequence[int], own: _Round) -> bool:
         """Send the state of the last average to ranks that missed it; return True on these."""

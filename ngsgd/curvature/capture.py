@@ -19,25 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ngsgd.curvature import layers as of_layers
 from ngsgd.curvature.graph import vector_products
 from ngsgd.curvature.layer_decomposition import expansion_of, has_other_result, plain_product
-from ngsgd.curvature.layers import (
-    Affine,
-    Kind,
-    LayerCall,
-    Record,
-    has_transposed_weight,
-    kind_of,
-    refuse_coupled,
-    upcast,
-    without_autocast,
-)
 from ngsgd.curvature.samples import Totals, Tries, mixed_output, mixed_rows, next_calls, run_once, unaccounted
 from ngsgd.errors import ConfigError, DataError
 
 # floats of derivatives at the layers: 8 MB
 CACHED = 1 << 21
-Arrival = Callable[[LayerCall, Tensor], None]
+Arrival = Callable[[of_layers.LayerCall, Tensor], None]
 # How users exclude a layer, by the available argument.
 LEFT_OUT = {
     "layers": "exclude it by listing the others in layers=",
@@ -100,10 +90,10 @@ class Capture:
 
     def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
                  samples: Sequence[int] | None = None, arrived: Arrival | None = None,
-                 called: Callable[[LayerCall, Tensor], None] | None = None, separate: bool = False,
+                 called: Callable[[of_layers.LayerCall, Tensor], None] | None = None, separate: bool = False,
                  gradients: bool = False, without: Collection[str] = (), left_out_by: str = "layers") -> None:
         self.model = model
-        self.records: list[Record] = []
+        self.records: list[of_layers.Record] = []
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in without}
         self._name_of = {id(p): name for name, p in self.parameters.items()}
         self._within = None if layers is None else tuple(layers)
@@ -112,7 +102,7 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._numbers: Counter[str] = Counter()
         # calls without a derivative yet, and the graph edges of their outputs
-        self.open_calls: dict[LayerCall, GradientEdge] = {}
+        self.open_calls: dict[of_layers.LayerCall, GradientEdge] = {}
         # calls of the complete model without a derivative yet
         self._outputs: dict[int, GradientEdge] = {}
         self._num_outputs = 0
@@ -143,7 +133,7 @@ class Capture:
             for name, module in self.model.named_modules():
                 if self._refuses_coupled:
                     self._handles.append(module.register_forward_pre_hook(
-                        lambda module, _, name=name: refuse_coupled(module, name)))
+                        lambda module, _, name=name: of_layers.refuse_coupled(module, name)))
                 if name in self.layers:
                     self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
             self._handles.append(self.model.register_forward_hook(self._after_model))
@@ -186,7 +176,7 @@ class Capture:
         """Whether derivatives belong to an additional backward pass, of this capture or another."""
         return self._paused or _PAUSED.is_set
 
-    def sweep(self, output: Tensor | GradientEdge, vectors_V: Tensor) -> list[tuple[LayerCall, Tensor]]:
+    def sweep(self, output: Tensor | GradientEdge, vectors_V: Tensor) -> list[tuple[of_layers.LayerCall, Tensor]]:
         """Return (call, V x derivatives) of the open calls behind an output; the graph is kept."""
         # Blocks that exceed the cache are slower than single vectors.
         calls = self.open_calls
@@ -195,11 +185,11 @@ class Capture:
             found = vector_products(output, list(calls.values()), vectors_V, at_once)
         return [(call, e_VM) for call, e_VM in zip(calls, found, strict=True) if e_VM is not None]
 
-    def record(self, call: LayerCall, derivatives_VM: Tensor) -> Record:
+    def record(self, call: of_layers.LayerCall, derivatives_VM: Tensor) -> of_layers.Record:
         """Return the call with its derivatives, of the selected samples, in at least float32."""
         return self._record(call, derivatives_VM, self._samples)
 
-    def _record(self, call: LayerCall, e_VM: Tensor, samples: Sequence[int] | None = None) -> Record:
+    def _record(self, call: of_layers.LayerCall, e_VM: Tensor, samples: Sequence[int] | None = None) -> of_layers.Record:
         x = call.input
         if x._version != call.version:
             raise DataError(f"the input of layer {call.layer} was changed in place after the call "
@@ -217,9 +207,9 @@ class Capture:
             x = x.unflatten(0, (N, -1))[chosen].flatten(0, 1)
             e_VM = e_VM.unflatten(1, (N, -1))[:, chosen].flatten(1, 2)
             N = len(chosen)
-        return Record(call, N, upcast(x), upcast(e_VM))
+        return of_layers.Record(call, N, of_layers.upcast(x), of_layers.upcast(e_VM))
 
-    def num_samples_of(self, call: LayerCall) -> int:
+    def num_samples_of(self, call: of_layers.LayerCall) -> int:
         """Return N, before the selection of samples."""
         return self._num_samples or len(call.input)
 
@@ -273,7 +263,7 @@ class Capture:
                 if name in self.layers:
                     inside = module.parameters(recurse=expansion_of(module) is not None)
                     self._of_layers.update({self._name_of[id(p)]: p for p in inside if id(p) in self._name_of})
-                if has_transposed_weight(module):
+                if of_layers.has_transposed_weight(module):
                     self._transposed.add(f"{name}.weight".lstrip("."))
         return {name: p for name, p in self._of_layers.items() if not p._backward_hooks}
 
@@ -290,7 +280,7 @@ class Capture:
             self._comparisons.clear()
             self._passed.clear()
 
-    def _judge(self, found: dict[LayerCall, bool | None], source: str, num_rows: int) -> None:
+    def _judge(self, found: dict[of_layers.LayerCall, bool | None], source: str, num_rows: int) -> None:
         for call, is_mixed in found.items():
             if is_mixed:
                 raise ConfigError(f"rows of layer {call.layer} take part in several samples of "
@@ -359,7 +349,7 @@ class Capture:
             if empty := [key for key, p in own.items() if not p.numel()]:
                 unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters "
                                f"without elements ({', '.join(empty)}); {self._remedy(name, empty)}.")
-            elif kind_of(module) is None and expansion_of(module) is None:
+            elif of_layers.kind_of(module) is None and expansion_of(module) is None:
                 unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has direct "
                                f"parameters ({', '.join(own)}) with an unknown forward pass; "
                                f"{self._remedy(name, own)}, or build it from torch layers.")
@@ -382,7 +372,7 @@ class Capture:
             """Compute an affine product inside a layer, captured as a separate layer."""
             y = plain_product(part, x, weight, bias)
             with torch._C.DisableTorchFunction():
-                self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
+                self._note(f"{name}.{part}".lstrip("."), of_layers.Affine(), (weight, bias), x, y)
             return y
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -407,7 +397,7 @@ class Capture:
                                       f"{LEFT_OUT[self._left_out_by]}.")
                 return y
             x = args[0] if args else next(iter(kwargs.values()))
-            kind = kind_of(module)
+            kind = of_layers.kind_of(module)
             assert kind is not None
             # The function mode for losses would observe every attribute of the tensors.
             with torch._C.DisableTorchFunction():
@@ -418,7 +408,8 @@ class Capture:
             return output
         return hook
 
-    def _note(self, layer: str, kind: Kind, parameters: tuple[Tensor | None, Tensor | None], x: Tensor, output: Tensor) -> None:
+    def _note(self, layer: str, kind: of_layers.Kind, parameters: tuple[Tensor | None, Tensor | None],
+              x: Tensor, output: Tensor) -> None:
         weight, bias = (None if p is None else self._name_of.get(id(p)) for p in parameters)
         if not output.requires_grad or weight is bias is None:
             return
@@ -431,7 +422,8 @@ class Capture:
         if x.ndim < 2 and x.is_floating_point():
             raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a "
                             "dimension of samples; pass a minibatch.")
-        call = LayerCall(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape, self._forward)
+        call = of_layers.LayerCall(
+            layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape, self._forward)
         self._numbers[layer] += 1
         self.open_calls[call] = get_gradient_edge(output)
         # Weak, because the graph outlives the call, whose input should be freed after use.
@@ -440,7 +432,7 @@ class Capture:
         if self._called is not None:
             self._called(call, output)
 
-    def _arrive(self, call: LayerCall | None, layer: str, e_M: Tensor) -> None:
+    def _arrive(self, call: of_layers.LayerCall | None, layer: str, e_M: Tensor) -> None:
         # The capture is closed.
         if self.is_paused or not self._handles:
             return
@@ -459,12 +451,12 @@ class Capture:
                 found = mixed_rows(edge, e_M, before, self._num_samples)
             N = self.num_samples_of(call)
             if self._compares:
-                with torch.no_grad(), without_autocast(e_M.device.type):
+                with torch.no_grad(), of_layers.without_autocast(e_M.device.type):
                     self._totals.add(self._record(call, e_M.detach()[None]), e_M.dtype)
             self._judge(found, f"layer {layer}", N)
             # The rows of the last layer may never be requested.
             self._tries.count(call, N, is_clear=False)
-        with torch.no_grad(), without_autocast(e_M.device.type):
+        with torch.no_grad(), of_layers.without_autocast(e_M.device.type):
             if self._arrived is None:
                 self.records.append(self.record(call, e_M.detach()[None]))
             else:

@@ -12,21 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ngsgd.curvature import layers as of_layers
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Capture
 from ngsgd.curvature.forms.grad_forms import Inputs, joined, joined_inputs
 from ngsgd.curvature.forms.kronecker import SHARINGS
 from ngsgd.curvature.layer_decomposition import expansion_of
-from ngsgd.curvature.layers import (
-    Affine,
-    Convolution,
-    LayerCall,
-    disagreement,
-    has_transposed_weight,
-    kind_of,
-    normalizes_over_minibatch,
-    without_autocast,
-)
 from ngsgd.curvature.losses import LossCalls
 from ngsgd.curvature.quantities import (
     NORMALIZATIONS,
@@ -51,8 +42,9 @@ def _require_factors(model: nn.Module, layers: Mapping[str, nn.Module], quantity
     """Reject layers without Kronecker factors, and list those that have them."""
     without = {}
     for name, module in layers.items():
-        kind = kind_of(module)
-        if expansion_of(module) is None and not (isinstance(kind, (Affine, Convolution)) and getattr(kind, "groups", 1) == 1):
+        kind = of_layers.kind_of(module)
+        has_factors = isinstance(kind, (of_layers.Affine, of_layers.Convolution)) and getattr(kind, "groups", 1) == 1
+        if expansion_of(module) is None and not has_factors:
             without[name] = module
     if not without:
         return
@@ -97,11 +89,11 @@ class Collection(Mapping[str, Quantities]):
                               "minibatches; call detach() of the optimizer first, or collect on a "
                               "copy of the model.")
         # Factors use rows, which a BatchNorm in training mode provides like any other operation.
-        separate = not (set(asked) <= _OF_ROWS and any(normalizes_over_minibatch(module) for module in model.modules()))
+        separate = not (set(asked) <= _OF_ROWS and any(of_layers.normalizes_over_minibatch(module) for module in model.modules()))
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
                                 gradients="gradient" in self._of_signals, **capture)
         for name, module in self._capture.layers.items():
-            if has_transposed_weight(module):
+            if of_layers.has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
                                   "outputs, whose quantities would be in another order. Replace "
                                   "it by an nn.Linear with the transposed weight, or exclude it "
@@ -123,9 +115,9 @@ class Collection(Mapping[str, Quantities]):
         self._pass_forward = -1
         self._seen: set[str] = set()
         # calls whose weight gradient autograd will provide
-        self._by_node: weakref.WeakSet[LayerCall] = weakref.WeakSet()
+        self._by_node: weakref.WeakSet[of_layers.LayerCall] = weakref.WeakSet()
         # those among them whose derivative has arrived
-        self._expected: set[LayerCall] = set()
+        self._expected: set[of_layers.LayerCall] = set()
         self._mode = LossCalls(self._watch) if self._is_second_order or self._checks_reduction else None
 
     def __enter__(self) -> Collection:
@@ -168,7 +160,7 @@ class Collection(Mapping[str, Quantities]):
     def __len__(self) -> int:
         return len(self._seen)
 
-    def _noted(self, call: LayerCall, output: Tensor) -> None:
+    def _noted(self, call: of_layers.LayerCall, output: Tensor) -> None:
         for name in (call.weight, call.bias):
             if name is not None:
                 self._awaited[name] += 1
@@ -176,13 +168,14 @@ class Collection(Mapping[str, Quantities]):
         node = output.grad_fn
         # x W^T (+ b) of single rows, in sufficient precision
         if "moments" in self._of_gradient and node is not None and node.name() in ("AddmmBackward0", "MmBackward0") \
-                and isinstance(call.kind, Affine) and call.input.ndim == 2 and call.input.dtype in (torch.float32, torch.float64):
+                and isinstance(call.kind, of_layers.Affine) and call.input.ndim == 2 \
+                and call.input.dtype in (torch.float32, torch.float64):
             self._by_node.add(call)
             # Weak, because the graph outlives the call, whose input should be freed after use.
             seen = weakref.ref(call)
             node.register_hook(lambda grads, _: self._delivered(seen(), grads[-1]))
 
-    def _arrived(self, call: LayerCall, e_M: Tensor) -> None:
+    def _arrived(self, call: of_layers.LayerCall, e_M: Tensor) -> None:
         """Process a derivative; a parameter is complete when all its uses have arrived."""
         if (number := torch._C._current_graph_task_id()) != self._pass:
             self._finish_pass()
@@ -196,7 +189,7 @@ class Collection(Mapping[str, Quantities]):
             self._mode.require_known()
         record = self._capture.record(call, e_M[None])
         if self._pass_samples not in (0, record.num_samples):
-            raise DataError(disagreement(record.layer, record.num_samples, self._pass_samples))
+            raise DataError(of_layers.disagreement(record.layer, record.num_samples, self._pass_samples))
         self._pass_samples = record.num_samples
         for parameter, share in (record.shares() if self._of_gradient else {}).items():
             self._uses[parameter].append(share)
@@ -214,7 +207,7 @@ class Collection(Mapping[str, Quantities]):
                     self._finish(name, without_sum=call in self._expected and name == call.weight)
         self._by_node.discard(call)
 
-    def _delivered(self, call: LayerCall | None, gradient_IO: Tensor | None) -> None:
+    def _delivered(self, call: of_layers.LayerCall | None, gradient_IO: Tensor | None) -> None:
         """Reuse the weight gradient that autograd has just computed."""
         if call is not None and call in self._expected and call.weight is not None and gradient_IO is not None \
                 and not self._capture.is_paused:
@@ -261,7 +254,7 @@ class Collection(Mapping[str, Quantities]):
                 mode.require_term(number, self._capture.open_calls.values())
                 if outputs[0].requires_grad and self._needs_rows:
                     self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0])
-                with without_autocast(upstream.device.type):
+                with of_layers.without_autocast(upstream.device.type):
                     self._second_order.send(loss, outputs.pop(), upstream)
         value.register_hook(before_the_backward_pass)
 

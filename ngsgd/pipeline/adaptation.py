@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ngsgd import files
 from ngsgd.asr.adapt import projections, speakers
-from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, SpeakerAdaptation
+from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, Pdfs, SpeakerAdaptation
 from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
@@ -28,7 +28,7 @@ from ngsgd.counting import counted
 from ngsgd.data import arrays, mapped
 from ngsgd.data.frames import Side
 from ngsgd.files import cache_name
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.services import Report
 from ngsgd.runs.run_folder import RunFolder, folder_of_model
 
@@ -59,7 +59,7 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path, report:
     except (OSError, ValueError):
         what = "LDA, MLLT and fMLLR" if config.adaptation.fmllr else "LDA and MLLT"
         report(Phase(f"training {what} on {counted(len(set(corpus.train.speakers)), 'speaker')}"))
-        adaptation, transforms = _trained(config, corpus)
+        adaptation, transforms = _trained(config, corpus, report)
         arrays.write(path, adaptation.arrays())
         arrays.write(_of_speakers(path), transforms)
     sets: dict[str, Any] = {of: _applied(adaptation, getattr(corpus, of), transforms, of) for of in _SETS}
@@ -82,8 +82,8 @@ def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Mapping[str
     adaptation = read(path, corpus.num_pdfs)
     if adaptation.prior is None:
         return corpus
-    report(Phase("adapting valid and test to their speakers with the network"))
-    find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
+    searches = Progress(report, "adapting valid and test to their speakers with the network", unit="searches")
+    find_path = _first_pass(config, corpus, searches)
     transforms = arrays.read(_of_speakers(path))
     refined: dict[str, Any] = {}
     for name, features_TD in unadapted.items():
@@ -96,12 +96,21 @@ def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Mapping[str
     return replace(corpus, **refined)
 
 
+def _first_pass(config: RunConfig, corpus: Corpus, searches: Progress) -> speakers.FindPath:
+    first_pass = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
+
+    def find_path(loglik_TP: Features) -> Pdfs:
+        searches.add(1)
+        return first_pass(loglik_TP)
+    return find_path
+
+
 def read(path: Path, num_pdfs: int) -> SpeakerAdaptation:
     """Read the file of an adaptation; raises OSError, and ValueError if it is damaged."""
     return SpeakerAdaptation.of_arrays(arrays.read(path), num_pdfs)
 
 
-def _trained(config: RunConfig, corpus: Corpus) -> tuple[SpeakerAdaptation, dict[str, npt.NDArray[Any]]]:
+def _trained(config: RunConfig, corpus: Corpus, report: Report) -> tuple[SpeakerAdaptation, dict[str, npt.NDArray[Any]]]:
     """The adaptation, and the transforms of all speakers as "set/speaker"."""
     settings, train = config.adaptation, corpus.train
     num_silence = corpus.language.topology.num_silence_states
@@ -114,9 +123,10 @@ def _trained(config: RunConfig, corpus: Corpus) -> tuple[SpeakerAdaptation, dict
         projected = dict(projected)
     pdfs = train.split_pdfs()
     of_speakers = {speaker: [pdfs[number] for number in numbers] for speaker, numbers in train.utterances_by_speaker().items()}
-    found, of_train = speakers.train_fmllr(found, projected, of_speakers, corpus.num_pdfs)
+    training = Progress(report, "fMLLR: training", speakers.TRAINING_ROUNDS * len(of_speakers), "speakers")
+    found, of_train = speakers.train_fmllr(found, projected, of_speakers, corpus.num_pdfs, training.each)
     transforms = {f"train/{speaker}": w_DE for speaker, w_DE in of_train.items()}
-    find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
+    find_path = _first_pass(config, corpus, Progress(report, "fMLLR: first pass over held-out speech", unit="searches"))
     for name in ("valid", "test"):
         for speaker, utterances in _Projected(found, getattr(corpus, name)).items():
             transforms[f"{name}/{speaker}"] = found.transform_of(utterances, find_path)

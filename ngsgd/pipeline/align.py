@@ -224,9 +224,8 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     logliks = computed_log_likelihoods((features.train, features.valid, features.test), config.egs, model, prior_P)
     # the states of a graph of the data have separate numbers, and may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
-    labels = _labels(speech)
-    progress = Progress(report, "alignment", len(labels))
-    done = forced_alignment.realign(speech, labels, logliks, config.data.oov_word, given, tied, progress.each)
+    each = Progress(report, "alignment", len(labels := _labels(speech))).each
+    done = forced_alignment.realign(speech, labels, logliks, config.data.oov_word, given, tied, each)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
     report(f"align: {counted(len(states), 'utterance')}, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")

@@ -7,6 +7,7 @@ import glob
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_every_entry_exists() -> None:
     assert unknown == []
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse writes the names of options in another form since Python 3.13")
 def test_generated_pages_are_current() -> None:
     """The pages freeze the options: `make reference` writes them, and changes are reviewed."""
     for name, text in {**reference.pages(), **python_reference.pages(REFERENCE)}.items():

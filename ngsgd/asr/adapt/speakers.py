@@ -33,7 +33,7 @@ FindPath = Callable[[npt.NDArray[np.float32]], Pdfs]
 # adapted features to the T x P scores of a network
 NetworkScores = Callable[[Features], npt.NDArray[np.float32]]
 
-_TRAINING_ROUNDS = 3  # rounds of transforms and mixtures over the training set
+TRAINING_ROUNDS = 3  # rounds of transforms and mixtures over the training set
 _NETWORK_ROUNDS = 2  # rounds in which a network finds the states
 _PRIOR_FRAMES = 40.0  # frames of the prior
 # frames of speech that change an estimate little more; bounds the time of long recordings
@@ -237,11 +237,12 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
 
 
 def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matrix]],
-                pdfs: Mapping[str, Sequence[Pdfs]],
-                num_pdfs: int) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
+                pdfs: Mapping[str, Sequence[Pdfs]], num_pdfs: int,
+                each: Callable[[Iterable[str]], Iterable[str]] = iter) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
     """Train mixtures and the transforms of training speakers by turns (SAT); return both.
 
-    `by_speaker` are the projected features of each speaker, read several times; `pdfs` their pdfs.
+    `by_speaker` are the projected features of each speaker, read several times, and `pdfs`
+    their pdfs. `each` yields speakers.
     """
     names, counts = list(by_speaker), [sum(map(len, pdfs[speaker])) for speaker in by_speaker]
     # the frames of each speaker that mixtures are fitted to
@@ -265,8 +266,8 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
         x_TD, pdf_T = (np.concatenate(column) for column in zip(*some, strict=True))
         return StateMixtures.fit(x_TD, pdf_T, num_pdfs)
     first = mixtures = fitted()
-    for _ in range(_TRAINING_ROUNDS):
-        stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence) for speaker in names))
+    for _ in range(TRAINING_ROUNDS):
+        stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence) for speaker in each(names)))
         every = functools.reduce(FmllrStats.plus, stats, FmllrStats.zero(plain.dim))
         prior = FmllrStats.zero(plain.dim).plus(every, _PRIOR_FRAMES / max(every.count, 1.0))
         transforms = {speaker: one.plus(prior).estimate() for speaker, one in zip(names, stats, strict=True)}

@@ -59,10 +59,8 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
     num_processes = min(num_processes or min(len(os.sched_getaffinity(0)), num_worth), len(pending))
     if not pending:
         return
-    if len(shards) > 1:
-        report(f"features: {counted(len(shards), 'shard')}, of which {len(shards) - len(pending)} "
-               f"exist already; {counted(num_processes, 'process', 'processes')}")
-    progress = Progress(report, "computing features", sum(len(shard.at) for shard in pending))
+    progress = Progress(report, f"computing features in {counted(max(num_processes, 1), 'process', 'processes')}",
+                        sum(len(shard.at) for shard in pending))
     with _processes(config, folder, num_processes if num_processes > 1 else 0) as idle:
         while pending:
             answers = _parallel(pending, idle, num_processes, progress) if num_processes > 1 else \
