@@ -1,4 +1,4 @@
-"""Without the functions of torch that make the pretended device, its tests are left out."""
+"""The tests of the pretended device do not run where torch lacks the functions that make it."""
 
 from __future__ import annotations
 

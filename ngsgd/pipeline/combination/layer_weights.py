@@ -181,7 +181,7 @@ class WeightedLayers:
         dots_KL = np.zeros(self.shape)
         for index, (names, of_layer) in enumerate(zip(self.layers.values(), gradients, strict=True)):
             for name, gradient in zip(names, of_layer, strict=True):
-                g_P = gradient.double().cpu().numpy().reshape(-1)
+                g_P = gradient.detach().double().cpu().numpy().reshape(-1)
                 models_KP = self.models_KP[:, self.held_out.layout.part(name)]
                 product_K = np.zeros(len(models_KP))
                 for part in _chunks(len(g_P)):
