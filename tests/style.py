@@ -31,6 +31,8 @@ ALLOWED_PRIVATE = {
     "_receive": "a subclass acts between a worker's message and the pool's answer",
     "_fetch": "a subclass makes a worker's reply late or wrong, in the step that receives it",
     "_ask": "a subclass loses a request to a worker, in the step that sends it",
+    "_post": "a subclass records whether a worker is asked to keep its result",
+    "_new_slot": "a worker joins in the middle of a run",
     "_train": "a worker of the test dies in the middle of a job",
     "_result": "a worker of the test returns a damaged result",
     "_worker": "the pool's only worker is replaced by one that damages results",

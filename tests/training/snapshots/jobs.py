@@ -116,6 +116,15 @@ def plain_task() -> DatasetTask:
     return DatasetTask(NoisyExamples(), plain_model, cross_entropy, shard_size=150, valid=0.1)
 
 
+def chain_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def chain_task() -> DatasetTask:
+    """For KFRA, which takes chains of layers with Kronecker factors."""
+    return DatasetTask(NoisyExamples(), chain_model, cross_entropy, shard_size=150, valid=0.1)
+
+
 def _read(source: str) -> Any:
     generator = torch.Generator().manual_seed(len(source))
     return ((torch.randn(6, generator=generator), n % 3) for n in range(200))

@@ -53,7 +53,7 @@ def test_every_preconditioner_continues(kind: Any, interval: int, places: tuple[
     intervals: dict[str, Any] = {"curvature_interval": interval, "inverse_interval": interval}
     has_none = interval == 1 or kind in EVERY_MINIBATCH
     config = OptimizerConfig(kind, **({} if has_none else intervals))
-    require_continues(jobs.dataset_spec(config, jobs.plain_task), *places)
+    require_continues(jobs.dataset_spec(config, jobs.chain_task if kind == "kfra" else jobs.plain_task), *places)
 
 
 @pytest.mark.parametrize("place", [1, 4, 6])
