@@ -28,8 +28,11 @@ Status = Callable[[int], str]
 
 def is_terminal(stream: TextIO) -> bool:
     """Whether a status line can be shown; a log and a notebook would keep each frame."""
-    is_tty = not stream.closed and stream.isatty()
-    return is_tty and os.environ.get("TERM") not in ("dumb", "unknown") and "JPY_PARENT_PID" not in os.environ
+    try:
+        return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and "JPY_PARENT_PID" not in os.environ
+    except ValueError:
+        # closed
+        return False
 
 
 class Screen:

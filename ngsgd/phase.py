@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ngsgd.counting import duration
 
 T = TypeVar("T")
+# yields the same items, such as `Progress.each`, or `iter` without a report
+Each = Callable[[Iterable[Any]], Iterable[Any]]
 # seconds between two lines of one step
 REPORT_S = 5.0
 

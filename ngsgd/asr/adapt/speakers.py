@@ -24,6 +24,7 @@ from ngsgd.asr.ivectors import ubm
 from ngsgd.data import mapped
 from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError
+from ngsgd.phase import Each
 
 Matrix = npt.NDArray[np.float64]
 Features = npt.NDArray[np.float32]
@@ -238,11 +239,10 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
 
 def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matrix]],
                 pdfs: Mapping[str, Sequence[Pdfs]], num_pdfs: int,
-                each: Callable[[Iterable[str]], Iterable[str]] = iter) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
+                each: Each = iter) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
     """Train mixtures and the transforms of training speakers by turns (SAT); return both.
 
-    `by_speaker` are the projected features of each speaker, read several times, and `pdfs`
-    their pdfs. `each` yields speakers.
+    `by_speaker` are the projected features of each speaker, read several times; `pdfs` their pdfs.
     """
     names, counts = list(by_speaker), [sum(map(len, pdfs[speaker])) for speaker in by_speaker]
     # the frames of each speaker that mixtures are fitted to

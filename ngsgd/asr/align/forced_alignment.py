@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
 from ngsgd.asr.utterance import PdfIds
 from ngsgd.data import mapped
 from ngsgd.errors import DataError
+from ngsgd.phase import Each
 
 # frames at either end of an utterance that are labeled silence initially; at most a tenth of it
 EDGE_FRAMES = 10
@@ -28,7 +28,6 @@ SMOOTHING = 5
 _SEARCH = decoding.Search(acoustic_scale=1.0, beam=200.0, max_active=1_000_000)
 _WIDER = replace(_SEARCH, beam=1600.0)  # for an utterance whose search failed
 
-Each = Callable[[Iterable[Any]], Iterable[Any]]  # such as `Progress.each`
 States = Mapping[str, PdfIds]  # utt_id -> states of its frames
 # utt_id -> T x P: log densities, or log posteriors minus log priors
 Scores = Mapping[str, npt.NDArray[np.float32]]
@@ -142,8 +141,7 @@ def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
 
     `oov` replaces words missing in the lexicon, and `logliks` are read once. A `given` decoding
     graph has its own numbering of states, which the result has too. `logliks` may be of the tied
-    states of a language `tied`; the result has the states of the phones of the lexicon. `each`
-    yields the names of utterances.
+    states of a language `tied`; the result has the states of the phones of the lexicon.
     """
     realigned, lost, cost, num_frames = {}, [], 0.0, 0
     in_context = graphs.graphs_in_context(tied) if tied else None

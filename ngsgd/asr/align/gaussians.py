@@ -2,8 +2,7 @@
 
 A network can learn wrong labels and then confirm them. A Gaussian describes what most of its frames
 share. Features are decorrelated first (principal axes), and time differences are appended.
-Letters: T frames, D features, K decorrelated features with differences, P pdfs,
-S some of them.
+Letters: T frames, D features, K decorrelated features with differences, P pdfs, S some of them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,9 @@ from ngsgd.data.columns import Strings, WordLists
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DataError
+from ngsgd.phase import Each
 
 SHARD_S = 600.0
-# such as `Progress.each`
-Each = Callable[[Iterable[Any]], Iterable[Any]]
 _GIVEN_S = 10.0  # assumed length of an utterance whose features are given
 # memory-mapped at once: each has a file descriptor and its pages
 _OPEN_SHARDS = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from ngsgd.config import DecodeConfig
 from ngsgd.counting import counted
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
-from ngsgd.phase import Phase, Progress
+from ngsgd.phase import Each, Phase, Progress
 from ngsgd.word_errors import WordErrors
 
 # of a subset, which is enough for the two parameters of a calibration; the beam of its lattices
@@ -30,7 +30,6 @@ _CALIBRATION_BEAM = 4.0
 _FIRST = Search(acoustic_scale=0.1, beam=13.0, max_active=7000)
 
 LogLikelihoods = Sequence[Scores]  # T x P per utterance: log posterior minus log prior
-Each = Callable[[LogLikelihoods], Iterator[Scores]]  # such as `Progress.each`
 
 
 @dataclass(frozen=True)
