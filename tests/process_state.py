@@ -120,6 +120,20 @@ def _read_mask() -> int:
     return mask
 
 
+def _read_fork_servers(module: Any) -> set[Any]:
+    """Those of other environments than the present one, with other kernels."""
+    present = (os.getpid(), *(os.environ.get(name, "") for name in module._READ_AT_START))
+    return set(module._servers.keys() - {present})
+
+
+def _end_fork_servers(module: Any, kept: set[Any]) -> None:
+    for key in _read_fork_servers(module) - kept:
+        server = module._servers.pop(key)
+        if process_id := server.process_id:
+            server.end()
+            os.waitpid(process_id, 0)
+
+
 _URI = "mlflow.tracking._tracking_service.utils"
 
 PARTS: dict[str, Part] = {
@@ -144,6 +158,7 @@ PARTS: dict[str, Part] = {
     "gradients": _of_module("torch", lambda torch: torch.is_grad_enabled(), lambda torch, on: torch.set_grad_enabled(on)),
     "deterministic algorithms": _of_module(
         "torch", lambda torch: torch.get_deterministic_debug_mode(), lambda torch, mode: torch.set_deterministic_debug_mode(mode)),
+    "fork servers": _of_module("ngsgd.cluster.fork_server", _read_fork_servers, _end_fork_servers),
     "Hydra": _of_module("hydra.core.global_hydra", lambda module: (module.GlobalHydra.instance().hydra,), _write_hydra),
 }
 

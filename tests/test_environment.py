@@ -18,6 +18,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
+from ngsgd.cluster.fork_server import fork_server
 from tests.process_state import PARTS
 
 KEPT = "NGSGD_TEST_ENVIRONMENT"
@@ -29,6 +30,13 @@ def change_logging() -> None:
     logging.getLogger("hydra").disabled = True
     logging.getLogger("mlflow").setLevel(logging.FATAL)
     logging.root.addHandler(logging.NullHandler())
+
+
+def start_fork_server() -> None:
+    """In another environment than that of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "/nonexistent")
+        fork_server()
 
 
 CHANGES: dict[str, Callable[[], Any]] = {
@@ -50,6 +58,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "precision of products": lambda: torch.set_float32_matmul_precision("medium"),
     "gradients": lambda: torch.set_grad_enabled(False),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "fork servers": start_fork_server,
     "Hydra": lambda: setattr(GlobalHydra.instance(), "hydra", object()),
 }
 first: dict[str, Any] = {}

@@ -29,16 +29,21 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
 from typing import Any
 
+from ngsgd.ops.kernels import native
+
 _PRELOAD = ["ngsgd.cluster.newborn", "__main__", "ngsgd.cluster.worker_process", "ngsgd.cluster.preloaded"]
 _PACKAGE = "ngsgd."
+# variables by which a fork server finds or compiles the kernels that it loads for its workers
+_READ_AT_START = (native.VARIABLE, "CXX", "PATH", "HOME", "XDG_CACHE_HOME", "TMPDIR")
 _GONE_S = 0.5  # time in which a killed fork server ends
-_servers: dict[int, ForkServer] = {}  # by process, because a fork inherits this module
+# by process, because a fork inherits this module, and by the values of `_READ_AT_START`
+_servers: dict[tuple[int | str, ...], ForkServer] = {}
 
 
 class ForkedProcess:
     """A process requested from the fork server; it has a `pid` once it exists."""
 
-    def __init__(self, process: ForkServerProcess, theirs: socket.socket) -> None:
+    def __init__(self, process: ForkServerProcess, theirs: socket.socket | connection.Connection) -> None:
         self.pid: int | None = None
         self.failure = ""  # reason why it could not be started
         # the fork server ended before it could report how this process ended
@@ -50,11 +55,11 @@ class ForkedProcess:
         self._is_unwanted = False
         self._is_settled = threading.Event()  # set when the process has started or failed to start
 
-    def begin(self) -> None:
+    def begin(self, server: forkserver.ForkServer) -> None:
         """Send the request to the fork server and wait for the answer."""
         try:
             if not self._is_unwanted:
-                with _own_process_groups():
+                with _only_from(server):
                     self._popen = Popen(self._process)
                 self.pid = self._popen.pid
         except Exception as error:
@@ -92,7 +97,9 @@ class ForkedProcess:
 class ForkServer:
     """Starts processes in a thread that lives as long as this process.
 
-    The kernel ends the fork server together with the thread that started it.
+    The kernel ends the fork server together with the thread that started it. It is not the fork
+    server of `multiprocessing.get_context`, which a program of a user may have started without the
+    modules and the kernels of this package, and in another environment.
     """
 
     def __init__(self) -> None:
@@ -102,16 +109,17 @@ class ForkServer:
         self._num_done = 0
         self._served = 0  # process id of the fork server that answered last
         self._lock = threading.Lock()
-        self._context = get_context("forkserver")
+        self._server = forkserver.ForkServer()
 
-    def launch(self, target: Any, arguments: Sequence[Any], theirs: socket.socket, name: str,
+    def launch(self, target: Any, arguments: Sequence[Any], theirs: socket.socket | connection.Connection, name: str,
                modules: Sequence[str] = ()) -> ForkedProcess:
         """Begin to start a process; takes ownership of `theirs`, which is one of the arguments.
 
-        A new fork server first imports the modules.
+        A new fork server first imports the modules. The process has the present environment.
         """
-        self._context.set_forkserver_preload([*_PRELOAD, *modules])
-        found = ForkedProcess(self._context.Process(target=target, args=tuple(arguments), name=name, daemon=True), theirs)
+        self._server.set_forkserver_preload([*_PRELOAD, *modules])
+        arguments = (dict(os.environ), target, *arguments)
+        found = ForkedProcess(get_context("forkserver").Process(target=_run, args=arguments, name=name, daemon=True), theirs)
         self._requests.put(found)
         with self._lock:
             if self._thread is None:
@@ -127,23 +135,28 @@ class ForkServer:
     @property
     def is_warm(self) -> bool:
         """Whether the running fork server has started a process, and so has imported torch."""
-        return self._served != 0 and self._served == read_process_id()
+        return self._served != 0 and self._served == self.process_id
+
+    @property
+    def process_id(self) -> int:
+        """Process id of the running fork server; 0 if there is none."""
+        return int(getattr(self._server, "_forkserver_pid", None) or 0)
 
     def end(self) -> None:
         """Kill the fork server and all its workers; the next start creates a new one."""
-        _kill(read_process_id())
+        _kill(self.process_id)
 
     def _serve(self) -> None:
         while True:
             one = self._requests.get()
             self._num_begun += 1
             try:
-                one.begin()
+                one.begin(self._server)
             finally:
                 self._num_done += 1
             if one.pid is not None:
-                self._served = read_process_id()
-            elif one.failure and (process_id := read_process_id()):
+                self._served = self.process_id
+            elif one.failure and (process_id := self.process_id):
                 # otherwise the next request may go to a fork server that is about to end;
                 # multiprocessing still collects its exit status
                 deadline, how = time.monotonic() + _GONE_S, os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -164,12 +177,18 @@ def modules_of(*objects: object) -> list[str]:
 
 def fork_server() -> ForkServer:
     """The fork server of this process, shared by all pools because it imports torch."""
-    return _servers.setdefault(os.getpid(), ForkServer())
+    return _servers.setdefault((os.getpid(), *(os.environ.get(name, "") for name in _READ_AT_START)), ForkServer())
 
 
-def read_process_id() -> int:
-    """Process id of the fork server of multiprocessing; 0 if there is none."""
-    return int(getattr(forkserver._forkserver, "_forkserver_pid", None) or 0)
+def _run(environment: dict[str, str], target: Any, *arguments: Any) -> None:
+    """Call the target in the environment of the process that asked for it.
+
+    That of the fork server is as old as the fork server.
+    """
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    target(*arguments)
 
 
 def _kill(process_id: int | None) -> None:
@@ -179,14 +198,16 @@ def _kill(process_id: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Start helper programs of multiprocessing as group leaders that end with this process."""
-    original = util.spawnv_passfds
-    util.spawnv_passfds = _spawn_guarded  # type: ignore[assignment]  # it is given fewer types than it declares
+def _only_from(server: forkserver.ForkServer) -> Iterator[None]:
+    """Let multiprocessing use this fork server, and start programs that end with this process."""
+    before = util.spawnv_passfds, forkserver.connect_to_new_process
+    # it is given fewer types than it declares
+    util.spawnv_passfds = _spawn_guarded  # type: ignore[assignment]
+    forkserver.connect_to_new_process = server.connect_to_new_process
     try:
         yield
     finally:
-        util.spawnv_passfds = original
+        util.spawnv_passfds, forkserver.connect_to_new_process = before
 
 
 def _spawn_guarded(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:

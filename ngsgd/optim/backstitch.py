@@ -1,18 +1,14 @@
-"""Kaldi's backstitch and proportional shrinkage, which act around a step (nnet3-train)."""
+"""Kaldi's backstitch, which acts around a step (nnet3-train)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ngsgd.errors import ConfigError
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.optimizer import Optimizer
-
-# Kaldi rejects a smaller factor.
-_MIN_SHRINKAGE = 0.5
 
 
 def backstitch_step(optimizer: Optimizer, closure: Callable[[], Tensor], scale: float, *, num_samples: int | None = None) -> Tensor:
@@ -51,25 +47,3 @@ def backstitch_step(optimizer: Optimizer, closure: Callable[[], Tensor], scale: 
     closure()
     optimizer.step(scale=1.0 + scale, num_samples=num_samples)
     return loss
-
-
-@torch.no_grad()
-def shrink(model: nn.Module, proportional_shrink: float, lr: float) -> float:
-    """Multiply every parameter by 1 - proportional_shrink * lr at the start of a job.
-
-    This is Kaldi's l2 regularization for chain models.
-
-    Returns:
-        The factor.
-
-    Raises:
-        ConfigError: the factor is not above 0.5.
-    """
-    factor = 1.0 - proportional_shrink * lr
-    if not _MIN_SHRINKAGE < factor <= 1.0:
-        raise ConfigError(f"proportional_shrink {proportional_shrink} at learning rate {lr} would "
-                          f"multiply the model by {factor}; the factor must be above "
-                          f"{_MIN_SHRINKAGE} and at most 1, so lower proportional_shrink.")
-    if factor < 1.0:
-        torch._foreach_mul_([p for p in model.parameters() if p.requires_grad], factor)
-    return factor

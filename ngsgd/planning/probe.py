@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ngsgd.cluster.fork_server import ForkedProcess, fork_server, modules_of
 from ngsgd.cluster.process import configure_process
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, NgsgdError
@@ -238,7 +239,7 @@ class JobTiming:
 class Process:
     """Handle of a worker process."""
 
-    def __init__(self, process: Any, connection: Connection, timeout_s: float) -> None:
+    def __init__(self, process: ForkedProcess, connection: Connection, timeout_s: float) -> None:
         self.process, self.connection, self.timeout_s = process, connection, timeout_s
 
     def send(self, message: object) -> None:
@@ -254,8 +255,8 @@ class Process:
                                    f"cluster.wait_for_workers_s = {self.timeout_s:g}; raise the timeout.")
             answer = self.connection.recv()
         except (EOFError, OSError) as error:
-            self.process.join(1.0)
-            raise ClusterError(f"a worker of the probe ended with code {self.process.exitcode}; "
+            how = self.process.failure or f"ended with code {self.process.exit_code(1.0)}"
+            raise ClusterError(f"a worker of the probe {how}; "
                                "check the free memory, or use a smaller model.") from error
         if isinstance(answer, NgsgdError):
             raise answer
@@ -268,16 +269,12 @@ class Process:
 @contextlib.contextmanager
 def workers(spec: TaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
     """Start `count` processes that are ready for jobs; they end with the context."""
-    # forked from a process that has only imported torch: one import, and no locks of our threads
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     started = []
     try:
         for index in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, spec, index, num_gpus), daemon=True)
-            process.start()
-            theirs.close()
+            ours, theirs = multiprocessing.Pipe()
+            process = fork_server().launch(serve, (theirs, spec, index, num_gpus), theirs, f"ngsgd probe {index}",
+                                           [__name__, *modules_of(spec)])
             started.append(Process(process, ours, spec.settings.cluster.wait_for_workers_s))
         for worker in started:
             worker.receive()
@@ -286,7 +283,7 @@ def workers(spec: TaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]
         for worker in started:
             worker.process.kill()
         for worker in started:
-            worker.process.join(_END_S)
+            worker.process.exit_code(_END_S)
             worker.connection.close()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ngsgd.cluster.fork_server import read_process_id
+from ngsgd.cluster.fork_server import fork_server
 from ngsgd.config import FailureConfig
 from ngsgd.training.job import Job
 from ngsgd.training.task import TaskSpec
@@ -86,7 +86,7 @@ class StrikesForkServer(WatchedPool):
     def submit(self, job: Job) -> None:
         super().submit(job)
         if job.identity == (2, 1, 1):
-            self.struck = read_process_id()
+            self.struck = fork_server().process_id
             os.kill(self.struck, self.number)
             for process in self.process_ids():
                 with contextlib.suppress(ProcessLookupError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ngsgd.cluster.fork_server import fork_server, read_process_id
+from ngsgd.cluster.fork_server import fork_server
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig
 from ngsgd.training.job import Job
@@ -96,7 +96,7 @@ class StopsTheForkServer(ProcessPool):
     def submit(self, job: Job) -> None:
         super().submit(job)
         if job.identity == (1, 0, 1):
-            self.stopped = read_process_id()
+            self.stopped = fork_server().process_id
             os.kill(self.stopped, signal.SIGSTOP)
             for worker in self.process_ids():
                 os.kill(worker, signal.SIGKILL)
@@ -106,7 +106,7 @@ def test_a_stopped_fork_server_is_replaced_and_costs_nothing(tmp_path: Path) -> 
     run = Run(tmp_path / "stopped", config(failure=FailureConfig(hang_timeout_s=1.5)))
     pool = StopsTheForkServer(run)
     require_undisturbed(run, pool, config())
-    assert pool.stopped and pool.stopped != read_process_id()
+    assert pool.stopped and pool.stopped != fork_server().process_id
 
 
 def test_a_pool_closes_in_time_though_its_fork_server_is_stopped(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_pool_closes_in_time_though_its_fork_server_is_stopped(tmp_path: Path)
     pool = ProcessPool(run.spec, 1, 1, run.store.layout.size)
     pool.start()
     (worker,) = pool.process_ids()
-    os.kill(read_process_id(), signal.SIGSTOP)
+    os.kill(fork_server().process_id, signal.SIGSTOP)
     pool.close()
     deadline = time.monotonic() + HANGS_S
     while psutil.pid_exists(worker) and not _is_gone(psutil.Process(worker)):

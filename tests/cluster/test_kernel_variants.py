@@ -111,13 +111,14 @@ def test_workers_use_torch_operations_as_the_coordinator_does(tmp_path: Path) ->
 @pytest.mark.faults
 @pytest.mark.entry("Nc1")
 def test_a_fork_server_does_not_compile_what_the_coordinator_could_not(tmp_path: Path) -> None:
-    from ngsgd.cluster.fork_server import fork_server
-    fork_server().end()
     with compilers.only(compilers.compiler(tmp_path, "fails"), tmp_path):
-        _train(tmp_path / "workers", Lines(), cluster="local")
+        run = _train(tmp_path / "workers", Lines(), cluster="local")
         calls = compilers.num_calls(tmp_path)
         assert 0 < calls <= len(kernels())
-    fork_server().end()
+    assert _kernels(run.folder.path) == {NO_KERNEL}
+    # the fork server without kernels does not serve a run with kernels
+    if any(origin != NO_KERNEL for origin in kernels().values()):
+        assert NO_KERNEL not in _kernels(_train(tmp_path / "with", Lines(), cluster="local").folder.path)
 
 
 class WithoutCompiler(Worker):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,25 @@ def test_modules_of_this_package_are_imported_and_those_of_users_are_not() -> No
     spec = SpeechTaskSpec(RunConfig(), "egs")
     assert modules_of(spec, make_worker) == ["ngsgd.cluster.groups", "ngsgd.tasks.speech"]
     assert modules_of(Path(), test_modules_of_this_package_are_imported_and_those_of_users_are_not, 5) == []
+
+
+# a program of a user starts the fork server of multiprocessing, then changes its environment
+FOREIGN = """
+import multiprocessing, os, sys
+context = multiprocessing.get_context("forkserver")
+process = context.Process(target=int)
+process.start()
+process.join()
+assert process.exitcode == 0
+os.environ["OF_THE_USER"] = "new"
+os.environ.pop("OF_BEFORE")
+""" + CHILD.replace("b'yes' if", "os.environ.get('OF_THE_USER', '').encode() + os.environ.get('OF_BEFORE', '').encode() if")
+
+
+def test_a_fork_server_of_the_user_and_an_old_environment_do_not_serve_workers() -> None:
+    done = subprocess.run([sys.executable, "-c", FOREIGN, "ngsgd.tasks.speech"], capture_output=True, text=True, check=True,
+                          timeout=HANGS_S, env={**os.environ, "OF_BEFORE": "old"})
+    assert done.stdout == "new"
 
 
 def test_a_process_starts_with_the_modules() -> None:

@@ -1,4 +1,4 @@
-"""Kaldi's rules around a step against section A5: backstitch, l2, shrinking, orthonormality."""
+"""Kaldi's rules around a step against section A5: backstitch, l2, orthonormality."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ngsgd import NGSGD
 from ngsgd.errors import ConfigError
 from ngsgd.optim import SGD, Optimizer
-from ngsgd.optim.backstitch import backstitch_step, shrink
+from ngsgd.optim.backstitch import backstitch_step
 from tests.optim.moved import gradients_of, parameters_of
 
 KINDS = pytest.mark.parametrize("kind", [SGD, NGSGD])
@@ -198,37 +198,6 @@ def test_weight_decay_with_momentum_enters_the_velocity(kind: type[SGD]) -> None
         velocity = m * velocity - lr * (gradients_of(model) + 2.0 * n * decay * start)
         optimizer.step(num_samples=n)
         torch.testing.assert_close(parameters_of(model), start + (1.0 - m) * velocity, **EQUAL)
-
-
-# --- shrinking ---
-
-def test_shrinking_multiplies_trainable_parameters_and_nothing_else() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model(torch.randn(9, 4))
-    model[0].bias.requires_grad_(False)
-    before = copy.deepcopy(model.state_dict())
-    assert shrink(model, 20.0, 0.01) == pytest.approx(0.8)
-    for name, value in model.state_dict().items():
-        is_shrunk = name in ("0.weight", "1.weight", "1.bias")
-        # float32 rounding
-        torch.testing.assert_close(value, before[name] * 0.8 if is_shrunk else before[name])
-
-
-def test_no_shrinking_changes_no_bit() -> None:
-    model = network()
-    before = parameters_of(model)
-    assert shrink(model, 0.0, 0.01) == 1.0 and shrink(model, 10.0, 0.0) == 1.0
-    assert torch.equal(parameters_of(model), before)
-
-
-@pytest.mark.parametrize("proportional_shrink", [50.0, 60.0, 200.0, -1.0, float("nan")])
-def test_shrinking_to_half_or_less_or_growing_is_refused(proportional_shrink: float) -> None:
-    model = network()
-    before = parameters_of(model)
-    with pytest.raises(ConfigError, match=r"above 0\.5"):
-        shrink(model, proportional_shrink, 0.01)
-    assert torch.equal(parameters_of(model), before)
-    assert shrink(model, 49.9, 0.01) == pytest.approx(0.501)
 
 
 # --- semi-orthogonal layers ---

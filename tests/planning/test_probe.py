@@ -156,6 +156,7 @@ def test_a_worker_that_dies_or_does_not_answer_ends_the_probe(
         tmp_path: Path, no_process_left: None, number: int, timeout_s: float, message: str) -> None:
     run = Run(tmp_path)
     with workers(run.spec, 1, 0) as (worker,):
+        assert worker.process.pid
         os.kill(worker.process.pid, number)
         worker.send(np.zeros(1))
         worker.timeout_s = timeout_s
