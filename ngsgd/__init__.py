@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from ngsgd.cluster.local_sgd import LocalSGD
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
+    from ngsgd.optim.fisher.online import OnlineNaturalGradient
     from ngsgd.optim.natural_muon import NaturalMuon
     from ngsgd.optim.ngsgd import NGSGD
     from ngsgd.pipeline.api import load, train
-    from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _HOME_OF = {"NGSGD": "ngsgd.optim.ngsgd", "NaturalMuon": "ngsgd.optim.natural_muon",
-            "OnlineNaturalGradient": "ngsgd.preconditioners.online",
+            "OnlineNaturalGradient": "ngsgd.optim.fisher.online",
             "LocalSGD": "ngsgd.cluster.local_sgd", "average_parameters": "ngsgd.ops.averaging",
             "load": "ngsgd.pipeline.api",
             "precondition_simple": "ngsgd.ops.simple_natural_gradient",

@@ -29,11 +29,11 @@ assert Path(ngsgd.__file__).is_relative_to(Path(__file__).parent), ngsgd.__file_
 """
 
 OPS = "ngsgd/ops/natural_gradient.py"
-ONLINE = "ngsgd/preconditioners/online.py"
+ONLINE = "ngsgd/optim/fisher/online.py"
 KRONECKER = "ngsgd/optim/layers/kronecker.py"
 
-GOLDEN = "tests/preconditioners/test_online_golden.py"
-PROPERTIES = "tests/preconditioners/test_online_properties.py"
+GOLDEN = "tests/optim/test_online_golden.py"
+PROPERTIES = "tests/optim/test_online_properties.py"
 LIMIT = "tests/ops/test_row_product_limit.py"
 ONE_CALL = f"{GOLDEN}::test_one_call_from_kaldis_state[small-float64]"
 OWN_START = f"{GOLDEN}::test_from_our_own_start"
@@ -163,10 +163,6 @@ MUTANTS = [
            "self.stage = self.task.growth.stage(start.progress.outer_iter)",
            "self.stage = self.task.growth.stage(start.progress.outer_iter + 1)",
            (f"{GROWTH}::test_resuming_between_any_two_stages_is_bitwise_identical",)),
-    Mutant("a_piece_cut_as_in_the_outer_iteration_that_runs_it", "ngsgd/training/worker.py",
-           "piece.shard, self._batch_size(piece),",
-           "piece.shard, self._batch_size(replace(piece, outer_iter=job.outer_iter)),",
-           (f"{GROWTH}::test_shards_deferred_by_an_early_outer_iteration_keep_their_bounds",)),
     Mutant("a_tensor_made_without_its_device", "ngsgd/ops/device/limited_update.py",
            "numbers = constants_2C.new_empty(2 * constants_2C.shape[1] + 3)",
            "numbers = torch.empty(2 * constants_2C.shape[1] + 3)", (DEVICE_STEP,)),

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from ngsgd import NaturalMuon
 from ngsgd.ops.linalg import eigh
 from ngsgd.ops.orthonormal import orthogonalized
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.layers import FisherSettings, LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.batched import BatchedPass
 from ngsgd.optim.layers.kronecker import without_large_directions
 from ngsgd.optim.natural_gradient import NaturalGradient, layer_of
 from ngsgd.optim.natural_muon import OrthogonalMomentum
 from ngsgd.optim.optimizer import Optimizer
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _RMS = 0.2
 # of a side that is not used: without data, it changes nothing

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ngsgd.counting import counted
-from ngsgd.training.records import NOT_THE_BEST, OuterIterationRecord
+from ngsgd.training.records import OuterIterationRecord
 
 _FRAME_S = 0.01
 
@@ -23,7 +23,7 @@ class Efficiency:
 
     # results that entered an average
     num_counted: int = 0
-    # jobs planned, without sound results that are not averaged by design (schedule.early_rules)
+    # jobs planned
     num_possible: int = 0
     # of counted jobs, from the first minibatch to the last
     minibatch_s: float = 0.0
@@ -72,7 +72,7 @@ def efficiency_of(events: Iterable[Mapping[str, Any]]) -> Efficiency:
             continue
         jobs = event["jobs"]
         accepted += event["num_accepted"]
-        possible += event["num_jobs"] - sum(job["reason"] == NOT_THE_BEST for job in jobs)
+        possible += event["num_jobs"]
         minibatch_s += sum(job["seconds"] for job in jobs if job["accepted"])
         samples += sum(job["num_frames"] for job in jobs if job["accepted"])
         # elapsed_s begins again in a process that resumes the run

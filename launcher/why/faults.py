@@ -11,7 +11,6 @@ from ngsgd.errors import FailureKind
 from ngsgd.launcher.why import causes
 from ngsgd.launcher.why.causes import INTERRUPTED, LOST_WORK, REPLACED, RETRIED, Cause, of_error, of_worker
 from ngsgd.launcher.why.facts import IN_LEDGER, Evidence, Line, failures_of, quoted
-from ngsgd.training.records import NOT_THE_BEST
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def _of_results(ledger: Sequence[Line]) -> Iterator[Fault]:
     failed = {(*line.job, line.fields.get("attempt")) for line in ledger if line.event == "failed"}
     for line in ledger:
         workers = (line.worker,) if line.worker >= 0 else ()
-        if line.event == "rejected" and line.reason != NOT_THE_BEST:
+        if line.event == "rejected":
             yield Fault(LOST_WORK, causes.REJECTED, (quoted(line),), workers)
         elif line.event == "discarded" and (*line.job, line.fields.get("attempt")) not in failed:
             yield Fault(REPLACED, of_worker(FailureKind.DAMAGED_RESULT), (quoted(line),), workers)

@@ -27,7 +27,7 @@ _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 _PLAN, _LAYERS = "all sites must have the same plan", "all sites must have the same layers"
 _ALIKE: dict[str, tuple[object, str]] = {
     "failure.policy": ("retry", _PLAN), "cluster.elastic": (False, _PLAN),
-    "schedule.load_balancing": ("none", _PLAN), "schedule.early_rules": ("none", _PLAN),
+    "schedule.load_balancing": ("none", _PLAN),
     "model.add_layers_period": (0, _LAYERS), "model.num_subclasses": (0, _LAYERS),
     "outer.overlap": (False, "jobs must start from the average of their site"),
     "outer.ema_decay": (0.0, "sites exchange no moving averages")}
@@ -236,8 +236,8 @@ def _tdnn(c: RunConfig) -> Iterator[Problem]:
 
 def _growth(c: RunConfig) -> Iterator[Problem]:
     changes = [name for name in ("add_layers_period", "num_subclasses") if getattr(c.model, name)]
-    why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
     if changes and c.outer.jobs_keep_state:
+        why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
         yield Problem((f"model.{changes[0]}", "outer.kind", "outer.overlap"), f"model.{changes[0]} "
                       f"changes the model between outer iterations, but with {why} jobs continue "
                       "from their previous results; choose another outer optimizer, or leave it 0.")
@@ -245,12 +245,6 @@ def _growth(c: RunConfig) -> Iterator[Problem]:
         value = getattr(c.model, changes[-1])
         yield _wrong(c, ("init_model", f"model.{changes[-1]}"), f" with model.{changes[-1]} "
                      f"{value}, which starts from a small model; leave it 0.")
-    balancing = c.schedule.load_balancing
-    if c.schedule.early_rules == "kaldi" and (c.outer.jobs_keep_state or balancing != "none"):
-        if balancing != "none" and not c.outer.overlap:
-            why = f"schedule.load_balancing {balancing}"
-        yield _wrong(c, ("schedule.early_rules", "schedule.load_balancing", "outer.kind", "outer.overlap"),
-                     f" with {why}, which needs every job's result; leave it none.")
 
 
 def _optimizer(c: RunConfig) -> Iterator[Problem]:

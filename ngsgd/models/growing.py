@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngsgd.config import ModelConfig, ScheduleConfig
+from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
 from ngsgd.models.layers import Layer, initialize
 from ngsgd.models.tdnn import TimeDelayNetwork
@@ -127,10 +127,9 @@ class Stages:
     num_layers: int = 1
     add_layers_period: int = 0  # outer iterations between two additions; 0: all from the start
     first_split: int | None = None  # first outer iteration with sub-classes
-    halves_early: bool = False  # rules of A6 for early outer iterations
 
     @classmethod
-    def of(cls, model: ModelConfig, schedule: ScheduleConfig, num_outer_iters: int) -> Stages:
+    def of(cls, model: ModelConfig, num_outer_iters: int) -> Stages:
         """Create the stages; ConfigError for a run that ends before the model is complete."""
         finish = model.num_layers * model.add_layers_period
         last_addition = 1 + (model.num_layers - 2) * model.add_layers_period if model.num_layers > 1 else 0
@@ -143,7 +142,7 @@ class Stages:
             raise ConfigError(f"model.num_subclasses is {model.num_subclasses}, but the run has {num_outer_iters} outer iterations "
                               f"and would split its output layer after {first_split}; lower egs.samples_per_iter or "
                               "model.add_layers_period, or raise schedule.num_epochs.")
-        return cls(model.num_layers, model.add_layers_period, first_split, schedule.early_rules == "kaldi")
+        return cls(model.num_layers, model.add_layers_period, first_split)
 
     def at(self, outer_iter: int) -> Stage:
         """Return the stage of an outer iteration; before the first it is that of the first."""
@@ -152,10 +151,6 @@ class Stages:
         if self.add_layers_period:
             num_layers = min(num_layers, 2 + (outer_iter - 1) // self.add_layers_period if outer_iter > 0 else 1)
         return Stage(num_layers, self.first_split is not None and outer_iter >= self.first_split)
-
-    def is_early(self, outer_iter: int) -> bool:
-        """Return whether to keep the best job alone: averaging harms rapidly changing models."""
-        return self.halves_early and (outer_iter == 0 or self.at(outer_iter).num_layers > self.at(outer_iter - 1).num_layers)
 
 
 # Standard deviation of the output layer after an insertion before it, over sqrt(inputs); Kaldi's

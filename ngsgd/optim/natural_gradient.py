@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError
 from ngsgd.ops.max_change import row_product_factor
 from ngsgd.optim import layers
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.groups import name_of
 from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
@@ -24,7 +25,6 @@ from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.shared import SharedPass
 from ngsgd.optim.mean_loss.loss_rows import LossRows, module_around
 from ngsgd.optim.rule import Group, Minibatch, Rule, Step, Stepped, StepRecord
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger("ngsgd.optim.ngsgd")
 _SETTINGS = tuple(field.name for field in fields(layers.FisherSettings))

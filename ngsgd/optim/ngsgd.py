@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.groups import OF_LAYERS, require_non_negative, saved_by_parameter
 from ngsgd.optim.layers import LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.batched import BatchedPass
@@ -17,7 +18,6 @@ from ngsgd.optim.layers.common import Ranks
 from ngsgd.optim.natural_gradient import STATE, NaturalGradient, path_of
 from ngsgd.optim.optimizer import Optimizer
 from ngsgd.optim.sgd import Sgd
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _DEFAULT_LR = 0.024
 

@@ -39,7 +39,7 @@ def schedule_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Schedu
 
 def stages_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Stages:
     """Active parts of the model by outer iteration; raises ConfigError if these are too few."""
-    return Stages.of(config.model, config.schedule, schedule_of(config, reader).num_outer_iters)
+    return Stages.of(config.model, schedule_of(config, reader).num_outer_iters)
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,6 @@ class ModelGrowth(Growth):
 
     def stage(self, outer_iter: int) -> Stage:
         return self.stages.at(outer_iter)
-
-    def is_early(self, outer_iter: int) -> bool:
-        return self.stages.is_early(outer_iter)
 
     def network(self, model: nn.Module, stage: Hashable) -> nn.Module:
         assert isinstance(stage, Stage)

@@ -27,7 +27,7 @@ from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.planning import Plan, Progress, make_partitioner, next_plan, upcoming
-from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore, Tracker
+from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore, Tracker
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.sites.site_average import SiteAverage
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, with_sites
@@ -170,7 +170,7 @@ class Coordinator:
             self._job_init.forget()
         gain = (self.sites.gain if self.sites else
                 self._averaged.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters))
-        plan = replace(plan, iteration=replace(plan.iteration, gain=gain), keeps_best=self.task.growth.is_early(plan.outer_iter))
+        plan = replace(plan, iteration=replace(plan.iteration, gain=gain))
         model = self.pool.publish(self._averaged.optimizer.broadcast if model_before is None
                                   else partial(np.copyto, src=model_before))
         self._refcount.acquire(model)
@@ -248,9 +248,8 @@ class Coordinator:
                 continue
             # no later job starts from a rejected result
             state.rejection_reasons[result.job.job] = reason
-            if reason != NOT_THE_BEST:
-                self._emit_incident(Incident("job_rejected", f"job {job} of outer iteration {outer_iter + 1}, on worker "
-                                             f"{result.worker}, was rejected: {reason}.", outer_iter, job, result.worker))
+            self._emit_incident(Incident("job_rejected", f"job {job} of outer iteration {outer_iter + 1}, on worker "
+                                         f"{result.worker}, was rejected: {reason}.", outer_iter, job, result.worker))
 
     def _progress(self, state: OuterIterationState, old: Progress, accepted: list[JobResult]) -> Progress:
         """Return the state of the run after the commit of this outer iteration."""

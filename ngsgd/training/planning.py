@@ -45,8 +45,6 @@ class Plan:
     num_fresh: int
     # deferred work that this outer iteration includes
     taken_up: tuple[WorkItem, ...] = ()
-    # keep only the best job (early outer iterations in Kaldi)
-    keeps_best: bool = False
     # names of examples that the jobs omit
     excluded: tuple[str, ...] = ()
 

@@ -12,9 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 from ngsgd.word_errors import WordErrors
 
-# reason of a sound result that is not averaged
-NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
-
 
 @dataclass(frozen=True)
 class JobRecord:

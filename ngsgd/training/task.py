@@ -82,10 +82,6 @@ class Growth:
         """The stage in which an outer iteration trains; -1 is the initial model."""
         return None
 
-    def is_early(self, outer_iter: int) -> bool:
-        """Whether averaging would hurt: minibatches are halved and only the best job is kept."""
-        return False
-
     def network(self, model: nn.Module, stage: Hashable) -> nn.Module:
         """Return the network to train in a stage; its modules belong to the model."""
         return model

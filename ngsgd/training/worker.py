@@ -8,7 +8,6 @@ a retry gives a bitwise identical result.
 from __future__ import annotations
 
 import itertools
-import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -158,7 +157,7 @@ class Worker:
 
     def _prepare(self, job: Job) -> JobRun:
         """Load the model, build the optimizer, and continue from a snapshot if there is one."""
-        settings, start = self._settings(job), self._load(job)
+        settings, start = self.settings.optimizer, self._load(job)
         network = self.task.growth.network(self.model, self.task.growth.stage(job.outer_iter))
         # random numbers of the model, such as those of dropout, differ between ranks
         own = [self.ranks.rank] if self.ranks.rank else []
@@ -208,7 +207,7 @@ class Worker:
         if not bad:
             return ()
         places = [(piece, number) for piece in job.pieces for number in self._numbers(piece)]
-        found = bad_batches.named(self.task, network, bad, places, self._batch_size,
+        found = bad_batches.named(self.task, network, bad, places, self.settings.schedule.minibatch_size,
                                   self.settings.seed, lambda data: data_to_device(data, self.device))
         sums.omit(bad, found)
         if self.settings.failure.on_bad_batch == "stop":
@@ -217,20 +216,9 @@ class Worker:
                                   "failure.on_bad_batch=skip.")
         return found
 
-    def _batch_size(self, piece: WorkItem) -> int:
-        size = self.settings.schedule.minibatch_size
-        return max(1, size // 2) if self.task.growth.is_early(piece.outer_iter) else size
-
     def _numbers(self, piece: WorkItem) -> range:
-        last = self.task.num_batches(piece.shard, self._batch_size(piece)) if piece.stop is None else piece.stop
+        last = self.task.num_batches(piece.shard, self.settings.schedule.minibatch_size) if piece.stop is None else piece.stop
         return range(piece.first, last)
-
-    def _settings(self, job: Job) -> OptimizerConfig:
-        """Optimizer settings; early outer iterations divide max_param_change by sqrt 2 (Kaldi)."""
-        settings = self.settings.optimizer
-        if not self.task.growth.is_early(job.outer_iter):
-            return settings
-        return replace(settings, max_param_change=settings.max_param_change / math.sqrt(2.0))
 
     def _load(self, job: Job) -> Vector:
         """Load the initial parameters of the job into the model and return them."""
@@ -247,7 +235,7 @@ class Worker:
         for piece in job.pieces:
             numbers = self._numbers(piece)
             first, stop, length = numbers.start, numbers.stop, len(numbers)
-            read = partial(self.task.batches, piece.shard, self._batch_size(piece),
+            read = partial(self.task.batches, piece.shard, self.settings.schedule.minibatch_size,
                            seed=(self.settings.seed, piece.outer_iter, piece.job))
             if num_ranks == 1:
                 batches = read(first=first, stop=stop)
@@ -351,7 +339,7 @@ class Worker:
         # the forward pass of some models changes parameters
         limits = NO_LIMITS
         if self.task.has_bounded_updates:
-            limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches)
+            limits = change_limits(self.model, optimizer, self.settings.optimizer, sums.num_batches)
         start_of = part_of_initial_parameters(job.start, self.layout)
         deltas = measure(sent, is_move, start_of, self.layout, pieces, limits)
         reason = not_finite(sent, self.layout, pieces)

@@ -71,7 +71,7 @@ WAITS = (
     Wait("ngsgd/ops/linalg.py", "conjugate_gradients", 16, _EVERY, "as above"),
     Wait("ngsgd/preconditioners/fisher_method.py", "_preconditioned", 16, _EVERY,
          "rows that are not finite are skipped; `NGSGD` decides that on the device"),
-    Wait("ngsgd/preconditioners/online.py", "_raise_unless_finite", 16,
+    Wait("ngsgd/optim/fisher/online.py", "_raise_unless_finite", 16,
          "every step with `on_nonfinite=\"raise\"`", "the error names the minibatch"),
     Wait("ngsgd/preconditioners/methods/torch_optimizers.py", "finite", 16, _EVERY,
          "a gradient that is not finite leaves the moments alone"),

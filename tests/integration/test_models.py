@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 GROWING = ["model=tdnn", "model.num_layers=3", "model.tdnn_offsets='-2,-1,0,1,2 -1,1 -2,2'", "model.input_transform=lda",
-           "model.num_subclasses=90", "model.add_layers_period=2", "schedule.early_rules=kaldi"]
+           "model.num_subclasses=90", "model.add_layers_period=2"]
 
 
 def test_a_missing_model_is_reported_before_data_is_prepared(service: Service) -> None:

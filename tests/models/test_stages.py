@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngsgd.config import ModelConfig, ScheduleConfig
+from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
 from ngsgd.models import DataStatistics, Window, build_model, growing
 from ngsgd.models.growing import Stage, StagedModel, Stages, SumSubclasses, network_at
@@ -20,8 +20,8 @@ GOLDEN = Golden("blocks.npz")
 COUNTS = DataStatistics((500.0, 40.0, 3000.0))
 
 
-def stages(num_outer_iters: int = 40, early_rules: Any = "none", **model: Any) -> Stages:
-    return Stages.of(ModelConfig(**model), ScheduleConfig(minibatch_size=129, early_rules=early_rules), num_outer_iters)
+def stages(num_outer_iters: int = 40, **model: Any) -> Stages:
+    return Stages.of(ModelConfig(**model), num_outer_iters)
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])
@@ -36,12 +36,6 @@ def test_the_split_comes_halfway_between_the_last_layer_and_the_end() -> None:
     ours = stages(num_layers=4, add_layers_period=2, num_subclasses=10)
     assert [o for o in range(40) if ours.at(o).is_split] == list(range(25, 40))
     assert not any(stages(num_layers=4, add_layers_period=2).at(o).is_split for o in range(40))
-
-
-def test_early_are_the_first_iteration_and_those_with_a_new_layer() -> None:
-    ours = stages(early_rules="kaldi", num_layers=3, add_layers_period=2)
-    assert [o for o in range(40) if ours.is_early(o)] == [0, 1, 3]
-    assert not any(stages(num_layers=3, add_layers_period=2).is_early(o) for o in range(40))
 
 
 @pytest.mark.parametrize(("num_outer_iters", "model", "said"), [

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ngsgd import NGSGD
 from ngsgd.ops import gemm
 from ngsgd.ops.kernels import native
-from tests.optim import test_train_golden
-from tests.preconditioners import test_online_golden
+from tests.optim import test_online_golden, test_train_golden
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "by rows": lambda x: x.contiguous(),

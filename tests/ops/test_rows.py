@@ -20,8 +20,7 @@ from ngsgd.ops import fisher_projection
 from ngsgd.ops.kernels import native
 from tests import compilers
 from tests.ops.engines import running
-from tests.optim import test_train_golden
-from tests.preconditioners import test_online_golden
+from tests.optim import test_online_golden, test_train_golden
 
 
 def _forget() -> None:

@@ -14,10 +14,8 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig, ModelConfig, OptimizerConfig, OuterConfig, RunConfig, check
 from ngsgd.errors import RunInterrupted
 from ngsgd.optim.outer import Bmuf, OuterInfo, OuterOptimizer
-from ngsgd.schedules import Shard
-from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, Outcome, WorkItem
+from ngsgd.training.job import JobResult, Outcome
 from ngsgd.training.storage.audit import audit
-from ngsgd.training.worker import Worker
 from tests.toy import Run, StopAfter, config, require_undisturbed, undisturbed
 from tests.training.test_coordinator import FaultyPool, Spoil, dies
 
@@ -26,9 +24,8 @@ from tests.training.test_coordinator import FaultyPool, Spoil, dies
 GROWING = ModelConfig(num_layers=3, hidden_dim=16, add_layers_period=1, num_subclasses=20)
 
 
-def growing(early_rules: Any = "none", model: ModelConfig = GROWING, **changes: Any) -> RunConfig:
-    schedule = replace(config().schedule, early_rules=early_rules)
-    return config(**{"model": model, "schedule": schedule, **changes})
+def growing(model: ModelConfig = GROWING, **changes: Any) -> RunConfig:
+    return config(model=model, **changes)
 
 
 def once(places: set[tuple[int, int]], spoil: Spoil) -> Spoil:
@@ -44,8 +41,8 @@ def once(places: set[tuple[int, int]], spoil: Spoil) -> Spoil:
 
 KINDS = {
     "averaged": growing(),
-    "with momentum, a moving average, kept Fisher estimates and early rules": growing(
-        "kaldi", outer=OuterConfig("bmuf", gain=1.5, ema_decay=0.5),
+    "with momentum, a moving average and kept Fisher estimates": growing(
+        outer=OuterConfig("bmuf", gain=1.5, ema_decay=0.5),
         optimizer=OptimizerConfig(rank_in=4, rank_out=4, momentum=0.5, weight_decay=1e-4,
                                   curvature_state="keep")),
     "tdnn-f with batch norm, an input transform and prior scales": growing(model=replace(
@@ -117,63 +114,9 @@ def test_values_written_into_a_model_have_no_momentum() -> None:
         assert np.array_equal(np.delete(array, [2, 3]), np.delete(before[name], [2, 3]))
 
 
-def test_early_outer_iterations_keep_the_best_job_alone(tmp_path: Path) -> None:
-    run = Run(tmp_path, growing("kaldi", model=replace(GROWING, num_subclasses=0)))
-    run.train()
-    records = run.recorder.records
-    assert [record.num_accepted for record in records] == [1, 1, 1, 2, 2, 2]
-    for record in records[:3]:
-        best = max(record.jobs, key=lambda job: job.objf)
-        assert [job.job for job in record.jobs if job.accepted] == [best.job]
-    assert records[0].frames_processed == next(job for job in records[0].jobs if job.accepted).num_frames
-    assert run.recorder.incidents == []  # nothing went wrong
-    assert audit(run.ledger_path) == []
-
-
-def test_the_model_after_an_early_outer_iteration_is_that_of_its_best_job(tmp_path: Path) -> None:
-    run = Run(tmp_path, growing("kaldi"))
-    pool = FaultyPool(run, lambda result: result)
-    with pytest.raises(RunInterrupted):
-        run.train(pool, stop=StopAfter(1))
-    best = max((result for result in pool.results if result.job.outer_iter == 0), key=lambda result: result.objf)
-    end, _ = run.store.latest()
-    assert end is not None and np.array_equal(end.parameters, best.sent.read())
-
-
-@pytest.mark.slow
-def test_early_jobs_take_half_minibatches_and_smaller_steps(tmp_path: Path) -> None:
-    results = {}
-    for rules in ("none", "kaldi"):
-        run = Run(tmp_path / rules, growing(rules))
-        pool = FaultyPool(run, lambda result: result)
-        run.train(pool)
-        results[rules] = {(r.job.outer_iter, r.job.job): r for r in pool.results}
-        worker = Worker(run.spec, 0)
-        limits = [worker._settings(results[rules][o, 0].job).max_param_change for o in (0, 5)]
-        assert limits == pytest.approx([2.0 / (2.0**0.5 if rules == "kaldi" else 1.0), 2.0])
-    for at, plain in results["none"].items():
-        early = results["kaldi"][at]
-        assert early.num_frames == plain.num_frames
-        assert abs(early.num_minibatches - plain.num_minibatches * (2 if at[0] <= 2 else 1)) <= 1
-
-
-def test_shards_deferred_by_an_early_outer_iteration_keep_their_bounds(tmp_path: Path) -> None:
-    run = Run(tmp_path, growing("kaldi"))
-    worker = Worker(run.spec, 0)
-    start = JobInit(LocalRef(worker.layout.flatten(worker.model.state_dict())))
-    total = run.reader.num_frames(Shard(1, 2))
-    for planned, size in ((0, 32), (4, 64)):
-        late = worker.run(Job(5, 0, 1, (WorkItem(Shard(1, 2), planned, 0, first=2),), start, 0.01, 2.0))
-        assert late.num_frames == total - 2 * size
-
-
 @pytest.mark.parametrize(("changes", "said"), [
     ({"outer": OuterConfig("bmuf", overlap=True)}, r"model.add_layers_period changes the model .* with outer.overlap"),
     ({"outer": OuterConfig("streaming")}, r"with outer.kind streaming jobs continue"),
-    ({"schedule": replace(config().schedule, early_rules="kaldi", load_balancing="speed"), "model": ModelConfig()},
-     r"schedule.early_rules is kaldi with schedule.load_balancing speed"),
-    ({"outer": OuterConfig("streaming"), "schedule": replace(config().schedule, early_rules="kaldi"), "model": ModelConfig()},
-     r"schedule.early_rules is kaldi with outer.kind streaming"),
 ])
 def test_invalid_combinations_are_reported(changes: dict[str, Any], said: str) -> None:
     (problem,) = check(growing(**changes))

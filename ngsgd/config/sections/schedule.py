@@ -53,6 +53,3 @@ class ScheduleConfig(Section):
         "none", "size of a job; none: one archive; speed: proportional to the speed of its worker; "
         "time: sync_interval_s of training")
     sync_interval_s: float = option(60.0, "duration of an outer iteration", unit="s", above=0.0, used="load_balancing=time")
-    early_rules: Literal["none", "kaldi"] = option(
-        "none", "rules for the first outer iteration and for those with a new layer; kaldi: half "
-        "the minibatch, lower max_change, best job instead of the average")

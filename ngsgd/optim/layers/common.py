@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngsgd.errors import ArgumentError
-from ngsgd.preconditioners.fisher_stack import Number
-from ngsgd.preconditioners.online import OnlineNaturalGradient
-from ngsgd.preconditioners.update_queue import UpdateQueue
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
+from ngsgd.optim.fisher.stack import Number
+from ngsgd.optim.fisher.update_queue import UpdateQueue
 
 # Limit of row norms of derivatives of a sum of cross-entropies; those of a mean over N rows are N
 # times smaller.

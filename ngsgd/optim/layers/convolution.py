@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
+from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers import common
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import Leaves, batches, leaves_of
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, ObservedLinear
-from ngsgd.preconditioners.fisher_stack import Number
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Maximum rank on both sides, as in Kaldi.
 _MAX_RANK = 80

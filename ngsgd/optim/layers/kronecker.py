@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ngsgd.ops import gemm
 from ngsgd.ops.fisher_projection import PreconditionContext, row_norms, sum_sq_of_residual
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
+from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
-from ngsgd.preconditioners.fisher_stack import Number
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 
 class KroneckerPreconditioner(LayerPreconditioner):

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
+from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import batches, leaves_of
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast, without_autocast
-from ngsgd.preconditioners.fisher_stack import Number
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Up to this dimension, X^T X costs no more than the projections of all rows.
 _FEW_ELEMENTS = 32

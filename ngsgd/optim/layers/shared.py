@@ -24,9 +24,9 @@ from ngsgd.errors import DivergenceError
 from ngsgd.ops import fisher_projection
 from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.natural_gradient import FisherState, rescaling
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
+from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers.common import LayerContext, LayerPreconditioner, Ranks, upcast
-from ngsgd.preconditioners.fisher_stack import Number
-from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 
 class _Rows(NamedTuple):

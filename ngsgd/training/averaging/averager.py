@@ -17,7 +17,7 @@ from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import Checkpoint
 from ngsgd.training.task import Task
-from ngsgd.training.validation.acceptance import HeldOutCheck, Verdicts, best_alone, judge, max_objf_gap, too_few
+from ngsgd.training.validation.acceptance import HeldOutCheck, Verdicts, judge, max_objf_gap, too_few
 from ngsgd.training.validation.checksums import is_finite
 from ngsgd.training.validation.plausibility import disagrees
 from ngsgd.training.worker import initial_parameters
@@ -105,10 +105,6 @@ class Averager:
             error = too_few(accepted, verdicts, state.plan, len(state.skipped))
             if error:
                 return verdicts, error
-            if state.plan.keeps_best:
-                verdicts = best_alone(verdicts)
-                accepted = [result for result, reason in verdicts if not reason]
-                weights = [1.0]
             try:
                 if is_contested and (bad := self._bad_results(state, accepted)):
                     state.rejection_reasons |= bad

@@ -222,11 +222,8 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
         if entry["job"] in one.planned and entry["pieces"] != one.planned[entry["job"]]["pieces"]:
             yield f"{where}: job {entry['job']} counted another work item"
     num_accepted, num_jobs = len(one.accepted), len(one.planned)
-    keeps_best = any(entry.get("keeps") == "best" for entry in one.planned.values())
-    fewest = 1.0 if keeps_best else max(1.0, one.min_accepted_fraction * one.num_tried)
-    if one.has_no_data:
-        fewest = 0.0
-    if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
+    fewest = 0.0 if one.has_no_data else max(1.0, one.min_accepted_fraction * one.num_tried)
+    if num_accepted != one.commit["num_accepted"] or num_accepted < fewest:
         yield (f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed")
     # all jobs have the committed learning rate
     rates, committed = {entry["lr"] for entry in one.planned.values()}, one.commit["numbers"]["lr"]

@@ -36,8 +36,7 @@ class Ledger:
     def planned(self, plan: Plan) -> None:
         for job, pieces in enumerate(plan.work):
             self._write("planned", outer_iter=plan.outer_iter, job=job, pieces=[piece_fields(piece) for piece in pieces],
-                        num_jobs=plan.num_jobs, lr=plan.iteration.lr, lr_factor=plan.iteration.lr_factor,
-                        **({"keeps": "best"} if plan.keeps_best else {}))
+                        num_jobs=plan.num_jobs, lr=plan.iteration.lr, lr_factor=plan.iteration.lr_factor)
 
     def submitted(self, job: Job) -> None:
         self._write("submitted", **_identity(job))

@@ -13,7 +13,6 @@ from ngsgd.errors import ClusterError, DivergenceError, NgsgdError
 from ngsgd.training.job import JobResult
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Plan
-from ngsgd.training.records import NOT_THE_BEST
 from ngsgd.training.task import Task, seeded_model
 from ngsgd.training.validation.plausibility import compare, impossible
 
@@ -52,13 +51,6 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_ga
         return f"its objf {objf:.3f} is more than twice that of guessing, {chance_objf:.3f}" if is_worse else ""
     verdicts = [(result, reason or too_low(result.objf)) for result, reason in zip(results, reasons, strict=True)]
     return verdicts, bool(compared.contested)
-
-
-def best_alone(verdicts: Verdicts) -> Verdicts:
-    """Keep only the accepted result of highest objf (early outer iterations in Kaldi)."""
-    best = max((result.objf for result, reason in verdicts if not reason), default=-math.inf)
-    kept = next((result.job.job for result, reason in verdicts if not reason and result.objf == best), None)
-    return [(result, reason or ("" if result.job.job == kept else NOT_THE_BEST)) for result, reason in verdicts]
 
 
 def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, num_skipped: int = 0) -> NgsgdError | None:

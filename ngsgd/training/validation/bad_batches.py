@@ -23,16 +23,15 @@ INPUT, LOSS, GRADIENT = "an input is not finite", "the loss is not finite", "the
 
 
 def named(task: Task, model: nn.Module, bad: dict[int, str], places: Sequence[tuple[WorkItem, int]],
-          size_of: Callable[[WorkItem], int], seed: int, to_device: Callable[[Any], Any]) -> tuple[BadBatch, ...]:
+          size: int, seed: int, to_device: Callable[[Any], Any]) -> tuple[BadBatch, ...]:
     """Name the examples of bad minibatches, which the task reads again.
 
     If all inputs are finite, the model scores each example alone. `places` has the work item and
-    the number of each minibatch of the job, and `size_of` returns the minibatch size of an item.
+    the number of each minibatch of the job, and `size` is the minibatch size.
     """
     found = []
     for index, reason in sorted(bad.items())[:_MOST_NAMED]:
         piece, number = places[index]
-        size = size_of(piece)
         order = (seed, piece.outer_iter, piece.job)
         ids = task.example_ids(piece.shard, size, seed=order, number=number)
         if not ids:

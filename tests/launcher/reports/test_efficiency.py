@@ -14,7 +14,7 @@ from ngsgd.launcher.mlflow.metrics import run_metrics
 from ngsgd.launcher.reports.efficiency import efficiency_of, of_record, sites_of
 from ngsgd.launcher.reports.progress import final_lines
 from ngsgd.pipeline.services import Services
-from ngsgd.training.records import NOT_THE_BEST, OuterIterationRecord
+from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 from tests.launcher.records import final_report, job, outer_iteration
 from tests.tasks import blobs
@@ -50,9 +50,7 @@ def test_cost_counts_the_workers_of_each_outer_iteration_and_process() -> None:
     assert found.cost_text(0.5, is_speech=False).startswith(f"1.25, {1.25 / (found.num_samples / 1e6):.3g} per million")
 
 
-def test_a_job_that_is_not_averaged_by_design_was_no_possible_contribution() -> None:
-    best = (job(), replace(job(number=1, accepted=False), reason=NOT_THE_BEST))
-    assert efficiency_of([_event(outer_iteration(0, jobs=best))]).participation == 1.0
+def test_a_run_without_an_outer_iteration_has_no_share() -> None:
     none = efficiency_of([])
     assert none.participation != none.participation and none.effective_share != none.effective_share
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ngsgd import OnlineNaturalGradient
 from ngsgd.errors import DivergenceError
 from ngsgd.ops.natural_gradient import reorthogonalized
-from ngsgd.preconditioners.update_queue import UpdateQueue
+from ngsgd.optim.fisher.update_queue import UpdateQueue
 from tests.reference.online_natural_gradient import DenseFisher
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

@@ -19,9 +19,9 @@ from ngsgd.ops import fisher_projection, tensors
 from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.fisher_projection import PreconditionContext
 from ngsgd.ops.polar_update import PolarState, eta_of, kaldi, polar
-from ngsgd.preconditioners.fisher_stack import Shares
+from ngsgd.optim.fisher.stack import Shares
+from ngsgd.optim.fisher.update_queue import UpdateQueue
 from ngsgd.preconditioners.states import fisher_state
-from ngsgd.preconditioners.update_queue import UpdateQueue
 
 # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4.
 _NNET3_FIRST_UPDATES = 11

@@ -15,8 +15,8 @@ import ngsgd
 from ngsgd import OnlineNaturalGradient
 from ngsgd.errors import ArgumentError
 from ngsgd.ops import polar_update
-from ngsgd.preconditioners.update_queue import UpdateQueue
-from tests.preconditioners.test_online_properties import rows
+from ngsgd.optim.fisher.update_queue import UpdateQueue
+from tests.optim.test_online_properties import rows
 from tests.reference.online_natural_gradient import DensePolar
 
 # With floors of rho and of single eigenvalues far below all eigenvalues.

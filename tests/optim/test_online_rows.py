@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ngsgd.errors import ArgumentError, OptimizerStateError
 from ngsgd.ops.simple_natural_gradient import precondition_simple
-from ngsgd.preconditioners.online import OnlineNaturalGradient
+from ngsgd.optim.fisher.online import OnlineNaturalGradient
 
 
 def rows(seed: int, dtype: torch.dtype = torch.float64, num: int = 12) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.preconditioners.fisher_stack import FisherStack, Member, Shares, Stacked
+from ngsgd.optim.fisher.stack import FisherStack, Member, Shares, Stacked
 
 Number = Tensor | float
 
