@@ -3,6 +3,7 @@ it is installed.
 
     python benchmarks/preconditioners.py time [--nets mlp] [--batches 128 512] [--methods kfac shampoo]
     python benchmarks/preconditioners.py memory [--nets mlp]
+    python benchmarks/preconditioners.py table      # preconditioners.csv, for docs/preconditioners.md (10 min)
 
 A complete step (forward, backward, preconditioner, SGD) in processor time of one thread, relative
 to an SGD step timed right before it.  There are steps with a curvature update, one in T, and steps
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import io
 import math
 import resource
@@ -28,6 +30,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,10 +42,12 @@ else:   # a script finds the files in its folder
     from nets import NETS, Net
 
 from ngsgd import NGSGD
+from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
 from ngsgd.preconditioners import METHODS
 
 INTERVALS = (1, 10, 100)
+TABLE, TABLE_NET, TABLE_BATCH = Path(__file__).with_suffix(".csv"), "smallmlp", 128
 DAMPING = 1e-3
 # name in ngsgd -> (options, ASDL's class, its options, whether it computes what its paper
 # describes)
@@ -116,8 +121,11 @@ class Ours(Work):
         options = {"damping": DAMPING, **OPTIONS.get(name, {})}
         if name.partition("-")[0] in LAST_ONLY:
             options["ema_decay"] = 0.0
-        interval: Any = lambda _: 1 if self.look_now else 1 << 30  # noqa: E731
-        self.preconditioner = method(self.model, curvature_interval=interval, inverse_interval=interval, **options)
+        if not method.traits.every_step:
+            options["curvature_interval"] = options["inverse_interval"] = lambda _: 1 if self.look_now else 1 << 30
+        if method.traits.one_minibatch:
+            options["ema_decay"] = 0.0
+        self.preconditioner = method(self.model, **options)
 
     def step(self, look: bool) -> None:
         self.look_now = look
@@ -228,6 +236,31 @@ def memory(nets: list[str], batches: list[int], methods: list[str], *, peer: boo
                 print(f"  {name:10s} " + "   ".join(cells), flush=True)
 
 
+def write_table(rounds: int, budget_s: float) -> None:
+    """Measure every method on one net: the cost of a step for each interval, and the memory."""
+    torch.set_num_threads(1)
+    net = NETS[TABLE_NET]
+    base = _peak_of(TABLE_NET, TABLE_BATCH, "plain", "sgd")
+    # before this process grows: a child begins with the largest size of its parent
+    memory_of = {name: _peak_of(TABLE_NET, TABLE_BATCH, "ours", name) - base for name in METHODS}
+    plain = Work(net, TABLE_BATCH)
+    plain.step(False)
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("method", *(f"step {T}" for T in INTERVALS), "MiB over SGD"))
+        for name, method in METHODS.items():
+            try:
+                look, use = ratios(make("ours", net, TABLE_BATCH, name), plain, rounds, budget_s)
+            except ConfigError:
+                # a dense matrix of a layer of this net
+                writer.writerow((name, *("" for _ in INTERVALS), ""))
+                continue
+            intervals = INTERVALS[:1] if method.traits.every_step else INTERVALS
+            costs = [f"{(look + (T - 1) * use) / T:.2f}" for T in intervals] + [""] * (len(INTERVALS) - len(intervals))
+            writer.writerow((name, *costs, f"{memory_of[name]:.0f}"))
+            file.flush()
+
+
 def _peak_of(net: str, batch: int, side: str, name: str) -> float:
     command = [sys.executable, __file__, "peak", "--nets", net, "--batches", str(batch), "--side", side, "--methods", name]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -255,7 +288,7 @@ def peak(net: Net, batch: int, side: str, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "memory", "peak"))
+    parser.add_argument("what", choices=("time", "memory", "table", "peak"))
     parser.add_argument("--nets", nargs="+", default=["mlp"], choices=list(NETS))
     parser.add_argument("--batches", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--methods", nargs="+", default=list(METHODS_TIMED))
@@ -272,6 +305,8 @@ def main() -> None:
         peer = False
     if args.what == "time":
         times(args.nets, args.batches, args.methods, args.rounds, args.budget_s, peer=peer)
+    elif args.what == "table":
+        write_table(args.rounds, args.budget_s)
     elif args.what == "memory":
         memory(args.nets, args.batches, args.methods, peer=peer)
     else:

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ngsgd.config import RunConfig
+
 # of Ray's object store: a job and its result are each announced, looked up, requested and sent
 # (benchmarks/multi-node.md)
 _RAY_MESSAGES = 7
@@ -88,19 +90,34 @@ class Link:
     add_speed: float  # M, bytes of parameters added to a mean per second; 8e9 is a typical memory
 
 
-def travel_time_s(num_jobs: int, num_bytes: float, link: Link, *, num_machines: int | None = None,
+def num_arrays_of(config: RunConfig) -> int:
+    """Return the arrays of the outer state on a cluster if the workers average; 0: they do not.
+
+    `ngsgd.cluster.exchange.selection` decides so.
+    """
+    is_central = config.cluster.exchange == "object_store" or config.outer.jobs_keep_state
+    return 0 if is_central else 1 + (config.outer.kind != "average")
+
+
+def travel_time_s(num_jobs: int, num_bytes: float, link: Link, num_arrays: int = 0, *, num_machines: int | None = None,
                   compression: float = 1.0) -> float:
-    """One node sends the model to each machine (default: one per job) and receives N results."""
-    num_models = num_jobs if num_machines is None else min(num_jobs, num_machines)
-    return 2 * link.latency_s + num_bytes * (num_models + num_jobs / compression) / link.bandwidth
+    """Return the time of the model and the results of N jobs on their way.
 
-
-def sharded_time_s(num_jobs: int, num_bytes: float, link: Link, num_arrays: int, *, num_machines: int,
-                   compression: float = 1.0) -> float:
-    """Workers exchange shards of results, then of the model; the coordinator gets the new state."""
+    One node sends the model to each machine (default: one per job) and receives the results. With
+    `num_arrays` the workers exchange shards of results, then of the model, and the node receives
+    these arrays of the new state.
+    """
+    num_machines = min(num_jobs, num_machines or num_jobs)
+    if not num_arrays:
+        return 2 * link.latency_s + num_bytes * (num_machines + num_jobs / compression) / link.bandwidth
     together = math.ceil(num_jobs / num_machines)
     others = together * (num_jobs - together) / num_jobs
     return 3 * link.latency_s + num_bytes * (others / compression + others + num_arrays) / link.bandwidth
+
+
+def adding_time_s(num_jobs: int, num_bytes: float, link: Link, num_arrays: int = 0) -> float:
+    """Return the time to add the results; with `num_arrays` each worker adds N shards of 1/N."""
+    return (1 + num_arrays if num_arrays else num_jobs) * num_bytes / link.add_speed
 
 
 def retry_wait_s(rate: float, num_jobs: int, compute_s: float, replace_s: float) -> float:
@@ -313,11 +330,9 @@ def predict(machine: Machine, workload: Workload, site: Site, num_jobs: int) -> 
     num_models = site.num_machines if site.num_machines > 1 else num_jobs
     link = replace(site.link, latency_s=site.link.latency_s * site.num_messages)
     size, packing = workload.model_bytes, workload.compression
-    travel_s = (sharded_time_s(num_jobs, size, link, site.num_arrays, num_machines=num_models, compression=packing)
-                if site.num_arrays else travel_time_s(num_jobs, size, link, num_machines=num_models, compression=packing))
+    travel_s = travel_time_s(num_jobs, size, link, site.num_arrays, num_machines=num_models, compression=packing)
     compute_s = work_s * stretch + sharing * speed.fixed_s + travel_s
-    # an owner adds N shards of 1/N
-    average_s = (1 + site.num_arrays if site.num_arrays else num_jobs) * size / site.link.add_speed
+    average_s = adding_time_s(num_jobs, size, site.link, site.num_arrays)
     # diagnostics run in a thread of low priority: on cores without workers, and on all cores while
     # the coordinator averages and saves
     used = 0 if machine.num_gpus else speed.num_threads * (1 if site.one_by_one else math.ceil(num_jobs / site.num_machines))

@@ -79,10 +79,8 @@ def _row(machine: Machine, workload: Workload, config: RunConfig, count: int, as
         site = replace(_site_here(machine, config, count), one_by_one=False, slots_per_machine=slots)
     else:
         link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
-        # the workers average, as `ngsgd.cluster.exchange.selection` decides
-        is_central = config.cluster.exchange == "object_store" or config.outer.jobs_keep_state
-        num_arrays = 0 if is_central else 1 + (config.outer.kind != "average")
-        site = planner.machines_like(count, slots_per_machine=assumed.slots_per_machine, link=link, num_arrays=num_arrays)
+        site = planner.machines_like(count, slots_per_machine=assumed.slots_per_machine, link=link,
+                                     num_arrays=planner.num_arrays_of(config))
     there = planner.predict(machine, workload, site, count)
     wait_s = planner.retry_wait_s(assumed.failures_per_worker_hour / 3600, count, there.compute_s, assumed.replace_s)
     num_outer_iters = max(1, int(workload.total_samples / (count * workload.samples)))

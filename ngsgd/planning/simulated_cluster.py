@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ngsgd.config import RunConfig
-from ngsgd.planning.planner import Link, Spread, retry_wait_s, straggler_factor, travel_time_s
+from ngsgd.planning.planner import Link, Spread, adding_time_s, retry_wait_s, straggler_factor, travel_time_s
 
 _EVEN = Spread(0.0, 0.0)
 _GIGABIT = Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9)
@@ -32,6 +32,7 @@ class SimulatedCluster:
     replace_s: float = 20.0  # from the end of a worker until its replacement is ready
     link: Link = _GIGABIT
     seed: int = 0
+    num_arrays: int = 0  # see `ngsgd.planning.planner.num_arrays_of`
 
     def pace(self, worker: int) -> float:
         """Permanent time factor of a worker relative to the average; also for its replacement."""
@@ -51,8 +52,11 @@ class SimulatedCluster:
         return 3600.0 * float(chance.exponential()) / self.failures_per_worker_hour if self.failures_per_worker_hour else math.inf
 
     def average_s(self, num_jobs: int, num_bytes: float) -> float:
-        """Seconds in which one node sends the model, receives the results, and adds them."""
-        return travel_time_s(num_jobs, num_bytes, self.link) + num_jobs * num_bytes / self.link.add_speed
+        """Seconds of the exchange between workers on as many machines, and of the sum."""
+        # a single worker has nobody to average with
+        num_arrays = self.num_arrays if num_jobs > 1 else 0
+        return (travel_time_s(num_jobs, num_bytes, self.link, num_arrays)
+                + adding_time_s(num_jobs, num_bytes, self.link, num_arrays))
 
     def _random(self, stream: int, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, stream, *key])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import ClusterError
-from ngsgd.planning.planner import Link, sharded_time_s
+from ngsgd.planning.planner import Link, travel_time_s
 from tests.integration.service import events, final_hash
 from tests.nodes.fetched import data_without_a_shared_disk
 from tests.nodes.jobs import by_the_documented_commands
@@ -94,7 +94,7 @@ def over_a_slow_network(cluster: Lab, expected: str) -> dict[str, Any]:
                for record in events(run, "outer_iteration")]
     return {"model MB": _model_bytes(run) / 1e6,
             "seconds besides the jobs": statistics.median(besides),
-            "planner's formula, by the workers": sharded_time_s(3, _model_bytes(run), link, 2, num_machines=3)}
+            "planner's formula, by the workers": travel_time_s(3, _model_bytes(run), link, 2, num_machines=3)}
 
 
 # Helpers ------------------------------------------------------------------------------------------

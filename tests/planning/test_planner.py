@@ -40,9 +40,9 @@ def test_averaging_costs_by_hand() -> None:
     assert planner.travel_time_s(4, 100, link, num_machines=2,
                                  compression=4) == pytest.approx(2 + 20 + 10)
     # 3/4 of the results, compressed, 3/4 of the model, and two arrays of the state
-    assert planner.sharded_time_s(4, 100, link, 2, num_machines=4, compression=4) == pytest.approx(3 + 10 * (0.75 / 4 + 0.75 + 2))
+    assert planner.travel_time_s(4, 100, link, 2, num_machines=4, compression=4) == pytest.approx(3 + 10 * (0.75 / 4 + 0.75 + 2))
     # two workers of a machine send half of everything to the two others, over one link
-    assert planner.sharded_time_s(4, 100, link, 1, num_machines=2) == pytest.approx(3 + 10 * (1 + 1 + 1))
+    assert planner.travel_time_s(4, 100, link, 1, num_machines=2) == pytest.approx(3 + 10 * (1 + 1 + 1))
 
 
 def _exact_straggler_factor(sigma: float, count: int) -> float:

@@ -131,12 +131,15 @@ def test_a_slow_machine_stays_slow(tmp_path: Path) -> None:
     assert SimulatedCluster(spread=Spread(0.3, 0.0)).pace(0) != SimulatedCluster(spread=Spread(0.3, 0.0)).pace(1)
 
 
-def test_without_randomness_an_outer_iteration_follows_the_formulas(tmp_path: Path) -> None:
+# by the coordinator: four models out, four results in, and their sum; by the workers: three quarters
+# of the results and of the model, the new state (two arrays), and the sum of shards
+@pytest.mark.parametrize(("num_arrays", "latencies", "sent", "added"), [(0, 2, 8.0, 4), (2, 3, 0.75 + 0.75 + 2, 3)])
+def test_without_randomness_an_outer_iteration_follows_the_formulas(
+        tmp_path: Path, num_arrays: int, latencies: int, sent: float, added: int) -> None:
     link = Link(bandwidth=2e4, latency_s=0.01, add_speed=1e6)
-    cluster = SimulatedCluster(rate=500.0, overhead_s=0.25, link=link)
+    cluster = SimulatedCluster(rate=500.0, overhead_s=0.25, link=link, num_arrays=num_arrays)
     run, pool, end = simulate(tmp_path, jobs(4), cluster, Idler)
-    # four models out, four results in, and their sum
-    average_s = 2 * link.latency_s + end.parameters.nbytes * (8 / link.bandwidth + 4 / link.add_speed)
+    average_s = latencies * link.latency_s + end.parameters.nbytes * (sent / link.bandwidth + added / link.add_speed)
     for record in run.recorder.records:
         longest = max(run.reader.num_frames(Shard(a, f)) for a in range(3) for f in range(4)) / 500.0
         assert record.average_s == pytest.approx(average_s, rel=1e-9)

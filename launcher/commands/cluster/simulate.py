@@ -22,7 +22,7 @@ from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import CONFIG, JSON, Parser, out_of_range
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
-from ngsgd.planning.planner import Link, Spread
+from ngsgd.planning.planner import Link, Spread, num_arrays_of
 from ngsgd.planning.simulated_cluster import SimulatedCluster, expected
 from ngsgd.training.records import OuterIterationRecord, SubsetScore, Tracker
 
@@ -79,13 +79,13 @@ def argument_parser() -> Parser:
     return parser
 
 
-def cluster_of(options: argparse.Namespace, *, num_minibatches: float, seed: int) -> SimulatedCluster:
+def cluster_of(options: argparse.Namespace, config: RunConfig, *, num_minibatches: float) -> SimulatedCluster:
     # --sigma is that of a complete job; the spread of a minibatch is larger
     spread = Spread(options.host_sigma, options.sigma * math.sqrt(num_minibatches))
     link = Link(options.bandwidth, options.latency, _ADD_SPEED)
     return SimulatedCluster(
         options.frames_per_s, spread, options.overhead_s, options.failures_per_worker_hour,
-        options.hang_fraction, options.replace_s, link, seed)
+        options.hang_fraction, options.replace_s, link, config.seed, num_arrays_of(config))
 
 
 class VirtualProgress(ProgressTracker):
@@ -142,7 +142,7 @@ class _VirtualCluster:
         if self._config.cluster.ranks_per_worker > 1:
             raise ConfigError("ngsgd simulate has workers of one process; remove cluster.ranks_per_worker.")
         num_minibatches = mean_frames(request.spec.frames()) / self._config.schedule.minibatch_size
-        self.cluster = cluster_of(self._options, num_minibatches=num_minibatches, seed=self._config.seed)
+        self.cluster = cluster_of(self._options, self._config, num_minibatches=num_minibatches)
         self.num_parameters = request.num_parameters
         self.pool = SimulatedPool(request.spec, self.cluster, self._config.cluster.num_workers,
                                   request.num_threads, should_stop=request.should_stop)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ngsgd.config import ClusterConfig, OuterConfig, RunConfig
 from ngsgd.counting import duration
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json_lines
@@ -35,9 +36,17 @@ def test_everything_wrong_is_reported_at_once(command: Command) -> None:
 
 def test_the_requested_spread_is_that_of_a_complete_job() -> None:
     options = simulate.argument_parser().parse_args(["--sigma", "0.1", "--host-sigma", "0.3"])
-    cluster = simulate.cluster_of(options, num_minibatches=25.0, seed=1)
+    cluster = simulate.cluster_of(options, RunConfig(), num_minibatches=25.0)
     assert cluster.spread == Spread(0.3, 0.5)
     assert cluster.spread.of_job(25.0) == pytest.approx((0.3 ** 2 + 0.1 ** 2) ** 0.5)
+
+
+@pytest.mark.parametrize(("outer", "exchange", "num_arrays"), [
+    ("average", "auto", 1), ("bmuf", "collective", 2), ("average", "object_store", 0), ("streaming", "auto", 0)])
+def test_the_exchange_is_that_of_a_run_on_as_many_machines(outer: Any, exchange: Any, num_arrays: int) -> None:
+    config = RunConfig(outer=OuterConfig(outer), cluster=ClusterConfig(exchange=exchange))
+    options = simulate.argument_parser().parse_args([])
+    assert simulate.cluster_of(options, config, num_minibatches=1.0).num_arrays == num_arrays
 
 
 def test_lines_of_outer_iterations_tell_the_virtual_time() -> None:
