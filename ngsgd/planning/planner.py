@@ -101,7 +101,7 @@ def num_arrays_of(config: RunConfig) -> int:
 
 def travel_time_s(num_jobs: int, num_bytes: float, link: Link, num_arrays: int = 0, *, num_machines: int | None = None,
                   compression: float = 1.0) -> float:
-    """Return the time of the model and the results of N jobs on their way.
+    """Return the transfer time of the model and of the results of N jobs.
 
     One node sends the model to each machine (default: one per job) and receives the results. With
     `num_arrays` the workers exchange shards of results, then of the model, and the node receives

@@ -131,8 +131,8 @@ def test_a_slow_machine_stays_slow(tmp_path: Path) -> None:
     assert SimulatedCluster(spread=Spread(0.3, 0.0)).pace(0) != SimulatedCluster(spread=Spread(0.3, 0.0)).pace(1)
 
 
-# by the coordinator: four models out, four results in, and their sum; by the workers: three quarters
-# of the results and of the model, the new state (two arrays), and the sum of shards
+# by the coordinator: four models out, four results in, and their sum; by the workers: three
+# quarters of the results and of the model, the new state (two arrays), and the sum of shards
 @pytest.mark.parametrize(("num_arrays", "latencies", "sent", "added"), [(0, 2, 8.0, 4), (2, 3, 0.75 + 0.75 + 2, 3)])
 def test_without_randomness_an_outer_iteration_follows_the_formulas(
         tmp_path: Path, num_arrays: int, latencies: int, sent: float, added: int) -> None:
