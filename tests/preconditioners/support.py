@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -192,13 +193,16 @@ def table() -> str:
 
 
 def choices() -> str:
-    """The methods and what each combines, in Markdown."""
-    heads = "class | `optimizer=` | curvature | representation | granularity | solver | DDP | average over workers"
-    lines = [f"| {heads} |", "|---" * 8 + "|"]
+    """The methods: what each combines, and what it costs (benchmarks/preconditioners.py)."""
+    with (PAGE.parents[1] / "benchmarks" / "preconditioners.csv").open() as file:
+        (_, *heads), *rows = csv.reader(file)
+    measured = {kind: cells for kind, *cells in rows}
+    lines = ["| class | `optimizer=` | curvature | representation | granularity | solver | DDP | average over workers | "
+             + " | ".join(heads) + " |", "|---" * (8 + len(heads)) + "|"]
     for kind, one in METHODS.items():
         traits = one.traits
         ddp = "averages its curvature" if traits.splits_work else "agrees" if traits.agrees_over_ranks else "error"
-        cells = (f"`{one.__name__}`", f"`{kind}`", *traits.axes, ddp, "yes" if traits.has_mean else "error")
+        cells = (f"`{one.__name__}`", f"`{kind}`", *traits.axes, ddp, "yes" if traits.has_mean else "error", *measured[kind])
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
