@@ -193,7 +193,7 @@ def table() -> str:
 
 
 def choices() -> str:
-    """The methods: what each combines, and what it costs (benchmarks/preconditioners.py)."""
+    """The methods with their choices, and costs from benchmarks/preconditioners.py, in Markdown."""
     with (PAGE.parents[1] / "benchmarks" / "preconditioners.csv").open() as file:
         (_, *heads), *rows = csv.reader(file)
     measured = {kind: cells for kind, *cells in rows}
