@@ -60,7 +60,6 @@ class FactoredGrad(NamedTuple):
 
 
 def _weight(e_XO: Tensor, a_XI: Tensor) -> Tensor:
-    """Return e^T a."""
     return gemm.mm(e_XO.T, a_XI, out=a_XI.new_empty(e_XO.shape[1], a_XI.shape[1]))
 
 

@@ -52,12 +52,8 @@ class PSGD(SecondOrderMethod):
         return self.form == "full"
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *self.choice("form", "kronecker", "full")]
-        if not 0.0 < self.factor_lr < 1.0:
-            found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
-        if self.ema_decay:
-            found.append("ema_decay has no effect here: Q is updated by steps of factor_lr; remove it.")
-        return found
+        return [*super().problems(), *(["ema_decay has no effect here: Q is updated by steps of factor_lr; remove it."]
+                                       if self.ema_decay else [])]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         if self.is_joint:

@@ -33,9 +33,6 @@ class _BlockMethod(Preconditioner):
 
     block_size: int = 1024
 
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.at_least("block_size", 1)]
-
     def _factor_shapes(self, name: str) -> dict[str, tuple[int, int]]:
         return {f"{index}.{k}": (length, length) for index, shape in enumerate(self._block_shapes(name))
                 for k, length in enumerate(shape)}
@@ -82,9 +79,6 @@ class Shampoo(_BlockMethod):
     damping: float = 1e-6
     history: str = "average"
     traits = TRAITS["shampoo"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.choice("history", "average", "sum")]
 
     def average_in(self, name: str, new: State) -> None:
         # Zero gradients start no estimate: the root of their factors would be arbitrarily large.
@@ -156,9 +150,6 @@ class SOAP(_BlockMethod):
 
     # Rounding noise of float32 would count as a gradient in float64.
     traits = TRAITS["soap"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.decay("momentum")]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         factors = self._factor_shapes(name) if len(self.blocks.shape(name)) > 1 else {}
