@@ -290,11 +290,5 @@ def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
 
     Their scales would differ.
     """
-    return {
-        id(p)
-        for module in model.modules()
-        for p in module.parameters(recurse=False)
-        if not (
-            isinstance(module, (NaturalGradientLayer, FastLinear)) or layers.natural_class(type(module))
-        )
-    }
+    return {id(p) for module in model.modules() for p in module.parameters(recurse=False)
+            if not (isinstance(module, (NaturalGradientLayer, FastLinear)) or layers.natural_class(type(module)))}

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import upcast, without_autocast
+from ngsgd.curvature.layers import upcast
 from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
-from ngsgd.ops.tensors import dense, refuse_sharded
+from ngsgd.ops.tensors import dense, refuse_sharded, without_autocast
 from ngsgd.preconditioners.blocks import affine_biases
 from ngsgd.preconditioners.estimates import Estimates
 from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right

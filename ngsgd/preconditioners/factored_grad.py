@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ngsgd.curvature.forms.kronecker import Gram
-from ngsgd.curvature.layers import upcast, without_autocast
+from ngsgd.curvature.layers import upcast
 from ngsgd.ops import gemm
+from ngsgd.ops.tensors import without_autocast
 
 
 class FactoredGrad(NamedTuple):

@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.optim.fisher.stack import FisherStack, Member, Shares, Stacked
-
-Number = Tensor | float
-
-
-class Estimate(Member, Protocol):
-    """An estimate in any form."""
-
-    def problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
-        """Return the update of the current estimate in Kaldi's form by a minibatch."""
-
-    def updated(self, problem: ops.UpdateProblem, state: ops.FisherState) -> None:
-        """Replace the estimate in Kaldi's form by the result of an update."""
+from ngsgd.optim.fisher.stack import Estimate, FisherStack, Number, Shares, Stacked
 
 
 class _PendingUpdate(NamedTuple):
@@ -183,7 +171,7 @@ class UpdateQueue:
         if self._shares or self._new:
             self._update_stack()
         self._ids = set()
-        _update_together([_Update(update.estimate, update.J_RD, update.moments()) for update in waiting])
+        _update_together([(update.estimate, update.J_RD, update.moments()) for update in waiting])
 
     def _update_stack(self) -> None:
         if self._new:
@@ -208,10 +196,8 @@ class UpdateQueue:
                 self.stack.record(one, *before.recorded(one), self._shares[id(one)])
 
 
-class _Update(NamedTuple):
-    estimate: Estimate
-    J_RD: Tensor
-    moments: ops.Moments
+# an estimate, its J, and moments on the host
+_Update = tuple[Estimate, Tensor, ops.Moments]
 
 
 def _update_together(updates: Sequence[_Update]) -> None:
@@ -228,15 +214,15 @@ def _update_together(updates: Sequence[_Update]) -> None:
 
 def _in_turns(updates: Sequence[_Update]) -> Iterator[list[_Update]]:
     """Yield updates of one rank, each estimate once per list; skip those of masked rows."""
-    rest = [update for update in updates if update.moments.num_rows > 0.0]
+    rest = [update for update in updates if update[2].num_rows > 0.0]
     while rest:
         turns: dict[int, list[_Update]] = {}
         seen, later = set[int](), []
         for update in rest:
-            if id(update.estimate) in seen:
+            if id(update[0]) in seen:
                 later.append(update)
             else:
-                seen.add(id(update.estimate))
-                turns.setdefault(len(update.J_RD), []).append(update)
+                seen.add(id(update[0]))
+                turns.setdefault(len(update[1]), []).append(update)
         yield from turns.values()
         rest = later

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -332,13 +331,6 @@ def compute_dtype(input: Tensor) -> torch.dtype | None:  # noqa: A002  the name 
 def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
     """Cast the tensors to `dtype`; unchanged if it is None."""
     return [tensor if tensor is None or dtype in (None, tensor.dtype) else tensor.to(dtype) for tensor in tensors]
-
-
-def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Keep GEMMs of Fisher estimates in float32 if backward is called inside autocast."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def mean_over_ranks(context: LayerContext, values: Tensor) -> Tensor:

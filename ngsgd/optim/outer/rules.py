@@ -78,6 +78,10 @@ class OuterRule(Protocol):
 class _Rule:
     """Base class of rules whose jobs start from the model that is evaluated."""
 
+    def __post_init__(self) -> None:
+        # Called for dataclasses, which have settings.
+        check_fields(self)
+
     @property
     def buffers(self) -> Mapping[str, float]:
         return {}
@@ -135,9 +139,6 @@ class BlockMomentum(_BlockMomentum):
     zeta: float = 1.0        # block learning rate
     nesterov: bool = True
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         r"""Return zeta / (1 - eta)."""
         return self.zeta / (1.0 - self.eta)
@@ -157,9 +158,6 @@ class Bmuf(_BlockMomentum):
     """
 
     fixed_gain: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         """Return the gain, between 1 and num_jobs."""
@@ -181,9 +179,6 @@ class DiLoCo(_Rule):
 
     lr: float = 0.7
     momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def buffers(self) -> Mapping[str, float]:
