@@ -306,7 +306,8 @@ class RayPool(SlotPool[WorkerSlot]):
         except (ObjectStoreFullError, OutOfDiskError) as error:
             raise _store_is_full(error) from error
         except RayError as error:
-            self._died_by(slot, error)
+            slot.ending = slot.ending or how_it_ended(error)
+            self._died(slot)
         else:
             self._receive(slot, value)
 
@@ -345,10 +346,6 @@ class RayPool(SlotPool[WorkerSlot]):
         slot.running = None
         cause = error.cause if isinstance(error.cause, Exception) else error
         self._take(slot, JobFailure.of_error(slot.job, slot.index, cause))
-
-    def _died_by(self, slot: WorkerSlot, error: RayError) -> None:
-        slot.ending = slot.ending or how_it_ended(error)
-        self._died(slot)
 
     def _end(self, slot: WorkerSlot) -> tuple[Ending, bool]:
         found = slot.ending or Ending("its process ended")

@@ -116,8 +116,7 @@ def words(rows: Sequence[UtteranceErrors], speakers: Mapping[str, WordErrors]) -
         "Deletions": (_WRONG, _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
         "Insertions": (_WRONG, _pairs(wrong, lambda ref, hyp: ref == NOTHING)),
         "Words": (("word", "in reference", "wrong", "wrong (%)"), _words(found)),
-        "Speakers": (("speaker", "words", "errors", "WER (%)"), _speakers(speakers)),
-    }
+        "Speakers": (("speaker", "words", "errors", "WER (%)"), _speakers(speakers))}
     yield html.columns(html.heading(title, level=3) + html.table(*part) for title, part in tables.items() if part[1])
     worst = sorted((row for row in rows if row.errors.num_errors),
                    key=lambda row: (-row.errors.num_errors, row.utt_id))[:_WORST]
@@ -175,8 +174,7 @@ def natural_gradient(run: RunHistory) -> Iterator[str]:
     yield html.note(
         "Last outer iteration, mean over its jobs. Directions in which the Fisher matrix of the "
         "model is large get smaller steps. The first row has the usual ranges. The smallest e is "
-        "advice on the rank, and no fault: below the range, a lower rank saves time; above it, a higher rank may help."
-        "a higher rank may help.")
+        "advice on the rank, and no fault: below the range, a lower rank saves time; above it, a higher rank may help.")
     sides = list(dict.fromkeys(side for row in rows for side in row.sides))
     header = ["layer", "reading", *(f"{side}: {what}" for side in sides for what in ("effective rank", "smallest e")),
               "clipped updates (%)", "cosine to plain gradient", "parameter change (%)"]
