@@ -35,7 +35,7 @@ def command(arguments: Sequence[str]) -> int:
                     "--json": "print JSON instead of the table"})
     options = parser.parse_args(arguments)
     runs = [comparison.read(RunFolder.open(find_run(run))) for run in options.runs]
-    measure = comparison.measure_of(runs)
+    measure = comparison.WER if all(run.wer for run in runs) else comparison.LOSS
     groups = sorted(comparison.groups_of(runs), key=lambda group: group.mean(measure))
     word, sentence = comparison.verdict(groups, measure)
     same = identity(runs)

@@ -156,10 +156,7 @@ class NGSGD(Optimizer):
         return list(self.rule.layers)
 
     def preconditioners(self) -> Iterator[tuple[str, OnlineNaturalGradient]]:
-        """Yield (name, estimate) of every Fisher estimate.
-
-        Names of a Linear are "<layer>.input" and "<layer>.output".
-        """
+        """Yield (name, estimate): "<layer>.input" and "<layer>.output" of a Linear, for example."""
         for name, _, estimate in self.rule.estimates():
             yield name, estimate
 
@@ -168,9 +165,7 @@ class NGSGD(Optimizer):
         return dict(self.rule.preconditioners)
 
     def freeze(self, frozen: bool = True) -> None:
-        """Stop or resume updates of the Fisher estimates; backstitch freezes them in its first
-        step.
-        """
+        """Stop or resume updates of the Fisher estimates, as for the first step of backstitch."""
         for _, preconditioner in self.preconditioners():
             preconditioner.freeze(frozen)
 

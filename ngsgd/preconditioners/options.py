@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
@@ -91,7 +91,7 @@ class MethodArguments:
 
     def problems(self) -> list[str]:
         """Return one message for each argument that is out of range."""
-        given, by_layer = self.arguments(), own_options(self.layer_options)
+        given, by_layer = self.arguments(), {key for own in (self.layer_options or {}).values() for key in own}
         found = [f"{name} is {value}; {_LIMITS[name][1]}." for name, value in given.items()
                  if name in _LIMITS and not _LIMITS[name][0](value)]
         found += [problem for name in given if name in _CHOICES for problem in self.choice(name, *_CHOICES[name])]
@@ -107,11 +107,6 @@ class MethodArguments:
                 found.append(f"{name} is {every}; give at least 1 step.")
         return [*found, *(f"layer_options has {key}; only damping and ema_decay can differ between layers."
                           for key in by_layer if key not in ("damping", "ema_decay"))]
-
-
-def own_options(layer_options: Mapping[str, Mapping[str, float]] | None) -> Collection[str]:
-    """Return the names of the options that differ between layers."""
-    return {key for own in (layer_options or {}).values() for key in own}
 
 
 def is_due(interval: Interval, step: int, last: int | None) -> bool:

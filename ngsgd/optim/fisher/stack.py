@@ -124,9 +124,6 @@ class FisherStack:
         part = next(part for part in self.parts if part.R_LRD.dtype == dtype)
         return tuple(self._places[id(estimate)] - part.first for estimate in estimates), part
 
-    def _part_of(self, place: int) -> Stacked:
-        return next(part for part in reversed(self.parts) if part.first <= place)
-
     def record(self, estimate: Estimate, J_RD: Tensor, sum_sq: Number, shares: Shares) -> None:
         """Keep the products of a minibatch until `update`."""
         place = self._places[id(estimate)]
@@ -140,7 +137,8 @@ class FisherStack:
         return self._J_of(place).clone(), self.sum_sq_L[place].clone()
 
     def _J_of(self, place: int) -> Tensor:  # noqa: N802
-        part, (R, D) = self._part_of(place), self._views[place].R_RD.shape
+        part = next(part for part in reversed(self.parts) if part.first <= place)
+        R, D = self._views[place].R_RD.shape
         return part.J_LRD[place - part.first, :R, :D]
 
     def record_shares(self, shares: Mapping[Any, Shares]) -> None:
@@ -152,10 +150,7 @@ class FisherStack:
 
     @torch.no_grad()
     def update(self, shares: Mapping[int, Shares]) -> None:
-        """Update the estimates with these ids by their recorded products.
-
-        A minibatch whose products are not finite, or without rows, has no effect.
-        """
+        """Update the estimates with these ids, except by products without rows or not finite."""
         rows = tuple(place for place, estimate in enumerate(self.members) if id(estimate) in shares)
         constants, chosen = self._constants_of(rows), _Rows(rows, len(self.members))
         shares_4L = self._shares(shares, chosen)

@@ -171,7 +171,15 @@ class UpdateQueue:
         if self._shares or self._new:
             self._update_stack()
         self._ids = set()
-        _update_together([(update.estimate, update.J_RD, update.moments()) for update in waiting])
+        # In Kaldi's form, estimates of one rank together; products that are not finite are skipped.
+        for turn in _in_turns([(update.estimate, update.J_RD, update.moments()) for update in waiting]):
+            problems = [estimate.problem(J_RD, moments) for estimate, J_RD, moments in turn]
+            for (estimate, J_RD, _), problem, found in zip(turn, problems, ops.compute_updates(problems), strict=True):
+                # K may have overflowed.
+                (step,) = [found] if found is not None else ops.compute_updates(
+                    [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))])
+                if step is not None:
+                    estimate.updated(problem, ops.apply_update(problem.state, J_RD, step, estimate.smoothing))
 
     def _update_stack(self) -> None:
         if self._new:
@@ -198,18 +206,6 @@ class UpdateQueue:
 
 # an estimate, its J, and moments on the host
 _Update = tuple[Estimate, Tensor, ops.Moments]
-
-
-def _update_together(updates: Sequence[_Update]) -> None:
-    """Update estimates in Kaldi's form, of one rank together; skip products that are not finite."""
-    for turn in _in_turns(updates):
-        problems = [estimate.problem(J_RD, moments) for estimate, J_RD, moments in turn]
-        for (estimate, J_RD, _), problem, found in zip(turn, problems, ops.compute_updates(problems), strict=True):
-            # K may have overflowed.
-            (step,) = [found] if found is not None else ops.compute_updates(
-                [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))])
-            if step is not None:
-                estimate.updated(problem, ops.apply_update(problem.state, J_RD, step, estimate.smoothing))
 
 
 def _in_turns(updates: Sequence[_Update]) -> Iterator[list[_Update]]:

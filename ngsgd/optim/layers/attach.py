@@ -63,10 +63,7 @@ def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def attach(layer: nn.Module, settings: FisherSettings, context: LayerContext) -> LayerPreconditioner | None:
-    """Change the class of `layer` in place.
-
-    Return None, without a change, if it has no natural gradient.
-    """
+    """Change the class of `layer` in place; None, unchanged, if it has no natural gradient."""
     kind = type(layer)
     # A layer of another optimizer is attached again without its state.
     plain_class = _PLAIN_CLASSES.get(kind, kind)

@@ -142,10 +142,7 @@ class _Plan(NamedTuple):
 
 
 def leaves_of(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Leaves | None:
-    """Return the leaves of a layer that may take part.
-
-    None if its node must compute the gradient.
-    """
+    """Return the leaves of a layer that may take part; None if its node computes the gradient."""
     if x.is_cpu or layer is None or torch.compiler.is_compiling() or layer.context.ranks is not None:
         return None
     parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]

@@ -49,10 +49,7 @@ def _scale_offset(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor
 
 def _register(name: str, forward: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor | None, Tensor | None]],
               input_gradient: Callable[..., Any]) -> None:
-    """Create `torch.ops.ngsgd.<name>`.
-
-    Gradients that are accumulated into `grad` are preconditioned.
-    """
+    """Create `torch.ops.ngsgd.<name>`; gradients accumulated into `grad` are preconditioned."""
     operator = torch.library.custom_op(f"ngsgd::{name}", forward, mutates_args=())
     operator.register_fake(forward)
 

@@ -53,17 +53,9 @@ class Geometry(NamedTuple):
 
 
 class SplicedPreconditioner(KroneckerPreconditioner):
-    """Fisher estimates of spliced input frames and output-derivative frames of a Conv1d with one
-    group.
-    """
+    """Fisher estimates of spliced input frames and of derivative frames of an ungrouped Conv1d."""
 
     needs_plain_gradient = False
-
-    def gradient_of(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-        """Return (weight gradient O x C x K, bias gradient)."""
-        X_NI = splice(x, weight.shape[2], geometry)
-        dW_OI, db = self.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
-        return dW_OI.view(weight.shape), db
 
     def record(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry, leaves: Leaves) -> None:
         """Defer the gradient to the end of the backward pass (see `batched`)."""
@@ -106,7 +98,6 @@ class FilterPreconditioner(common.LayerPreconditioner):
         return dW, db
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
-        """See the base class."""
         assert self.leaf.grad is not None
         own = self.bias.grad if self.bias is not None and self.bias.requires_grad else None
         # the averaged gradient of a sum is smaller than the sum
@@ -134,9 +125,7 @@ class FilterPreconditioner(common.LayerPreconditioner):
 
 
 def splice(x: Tensor, taps: int, geometry: Geometry) -> Tensor:
-    """Return the receptive fields of the output frames, (B T) x (C K), in the column order of the
-    weight.
-    """
+    """Return the receptive fields of output frames, (B T) x (C K), columns as in the weight."""
     (stride,), (padding,), (dilation,) = geometry.stride, geometry.padding, geometry.dilation
     padded = nn.functional.pad(x, (padding, padding)) if padding else x
     # B x C x T x K, a view
@@ -185,16 +174,18 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry)
 
 def gradients(layer: Any, x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
               wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the needed ones of (dX, dW, db).
-
-    Plain gradients if `layer`, a preconditioner, is None.
-    """
+    """Return the needed ones of (dX, dW, db); plain gradients without a preconditioner `layer`."""
     plain = layer is None or layer.needs_plain_gradient
     needs_x, needs_weight, has_bias = wanted
     dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain))
     if layer is not None:
         layer.begin_pass(dY, dY.numel() // dY.shape[1])
-        dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, geometry)
+        if plain:
+            dW, db = layer.gradient(dW, db)
+        else:
+            X_NI = splice(x, weight.shape[2], geometry)
+            dW, db = layer.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
+            dW = dW.view(weight.shape)
     return dX, dW, db
 
 

@@ -48,10 +48,7 @@ class _Affine(torch.autograd.Function):
 
 def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool,
               needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dW, db), None if not needed.
-
-    Plain without a layer, and for a bias with frozen weight.
-    """
+    """Return the needed ones of (dW, db); plain without a layer, and db of a frozen weight."""
     dY_NO = gemm.rows_of(dY)
     if layer is None or not needs_weight:
         (X_NI,) = cast(dY.dtype, gemm.rows_of(x))
@@ -75,9 +72,7 @@ def affine(layer: NaturalGradientLayer, x: Tensor, weight: Tensor, bias: Tensor 
 
 
 class NaturalGradientLinear(NaturalGradientLayer, nn.Linear):
-    """Replacement of an `nn.Linear` under `NGSGD`, with the same parameters, names and forward
-    pass.
-    """
+    """Replacement of an `nn.Linear` under `NGSGD`: the same parameters, names and forward pass."""
 
     preconditioner: KroneckerPreconditioner
 

@@ -32,10 +32,7 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         super().__init__(context, {name: context.preconditioner(settings.rank_in, dim, settings) for name in names})
 
     def gradient(self, name: str, x: Tensor, first: int, ndim: int) -> Tensor:
-        """Return the rescaled sum of the preconditioned rows.
-
-        The elements of a row lie along `ndim` dimensions of x from `first` on.
-        """
+        """Return the rescaled sum of preconditioned rows, `ndim` dimensions of x from `first`."""
         side: OnlineNaturalGradient = self.sides[name]
         if self.is_shared:
             rows_ND = _rows(x, first, ndim)
@@ -57,7 +54,6 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         return total_D
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
-        """See the base class."""
         for side, p in zip(self.sides.values(), (self.weight, self.bias), strict=False):
             if side in scales and p is not None and p.grad is not None and (factors := side.factors) is not None:
                 sum_D = upcast(p.grad).flatten()

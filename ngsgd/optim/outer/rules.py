@@ -56,17 +56,13 @@ class OuterRule(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, float]:
-        """Return names and start values of the arrays stored next to "model".
-
-        They are unique to a kind of momentum.
-        """
+        """Return names, one for each kind of momentum, and start values of the arrays."""
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         """Return the factor by which momentum, once filled, multiplies a constant mean delta."""
 
     def coefficients(self, info: OuterInfo, last: Numbers) -> dict[str, float]:
-        """Return the numbers of this step; they are stored and passed to the next step as `last`.
-        """
+        """Return the numbers of this step, which are stored, and are `last` of the next step."""
 
     def broadcast(self, arrays: Arrays, last: Numbers) -> Array:
         """Return B from the state after a step with coefficients `last`."""
@@ -105,8 +101,7 @@ class Average(_Rule):
 
 
 class _BlockMomentum(_Rule):
-    """Blockwise model-update filtering: D = eta D + zeta G; W += D; B = W + eta D (Nesterov) or W.
-    """
+    """Blockwise model-update filtering: D = eta D + zeta G; W += D; B = W (+ eta D: Nesterov)."""
 
     zeta: float = 1.0
     nesterov: bool = True
@@ -198,8 +193,7 @@ class DiLoCo(_Rule):
 
 @dataclass(frozen=True)
 class TakeMean(_Rule):
-    """Take the mean of data statistics under every rule; momentum could make a variance negative.
-    """
+    """Take the mean of data statistics: momentum could make a variance negative."""
 
     buffers_of_run: Mapping[str, float]
 

@@ -72,7 +72,16 @@ class PSGD(SecondOrderMethod):
         if not all(bool(value.isfinite().all()) for value in h.values()):
             self.note_skipped()
         elif self.is_joint:
-            self._fit_full(v, h)
+            flat_v, flat_h = flat(v), flat(h)
+            require_small("the model", len(flat_v))
+            self.cover(sorted(v))
+            known = self.statistics.get(min(v))
+            Q_DD = known[_ALL] if known is not None else _identity(
+                flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5)
+            a_D = Q_DD @ flat_h
+            b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
+            self._move(Q_DD, torch.outer(a_D, a_D).addr_(b_D, b_D, alpha=-1))
+            self.statistics.put(min(v), {_ALL: Q_DD})
         else:
             # Layer by layer; free the pairs.
             for name in self.blocks.weights_of(v.keys()):
@@ -82,17 +91,6 @@ class PSGD(SecondOrderMethod):
                     v.pop(each, None)
                     h.pop(each, None)
                 self.statistics.put(name, fit(self.statistics.get(name), dX, dG))
-
-    def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
-        flat_v, flat_h = flat(v), flat(h)
-        require_small("the model", len(flat_v))
-        self.cover(sorted(v))
-        known = self.statistics.get(min(v))
-        Q_DD = _identity(flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5) if known is None else known[_ALL]
-        a_D = Q_DD @ flat_h
-        b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
-        self._move(Q_DD, torch.outer(a_D, a_D).addr_(b_D, b_D, alpha=-1))
-        self.statistics.put(min(v), {_ALL: Q_DD})
 
     def _kronecker(self, known: State | None, dX_OI: Tensor, dG_OI: Tensor) -> State:
         if known is None:

@@ -176,17 +176,14 @@ class SOAP(_BlockMethod):
             self.statistics[name] = {key: L_DD.to(own) for key, L_DD in self.statistics[name].items()}
 
     def invert(self, name: str, known: State) -> State:
-        if (old := self.inverses.get(name)) is not None:
-            return self._tracked(known, old)
-        # the first basis and zero moments
-        p = self.blocks.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
-        moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._parts(p)) for key in ("m", "v")}
-        return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
-                "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}
-
-    @staticmethod
-    def _tracked(known: State, old: State) -> State:
-        """Return the basis and the moments after one power iteration."""
+        if (old := self.inverses.get(name)) is None:
+            # the first basis and zero moments
+            p = self.blocks.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
+            moments = {f"{index}.{key}": torch.zeros_like(block)
+                       for index, block in enumerate(self._parts(p)) for key in ("m", "v")}
+            return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
+                    "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}
+        # one power iteration
         found = dict(old)
         for key, L_DD in known.items():
             index, _, k = key.partition(".")
