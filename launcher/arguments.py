@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         return dict(self._option_string_actions)
 
     def declare(self, table: Mapping[str, str | tuple[Any, str]], title: str = "") -> argparse._ActionsContainer:
-        """Add arguments, as a group if there is a title, and return what has them.
+        """Add arguments, as a group if there is a title, and return that or the parser.
 
         Args:
             table: "--flag -f" (a switch), "--flag -f NAME" (with a value) or "NAME" (without a

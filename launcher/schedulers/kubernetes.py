@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.declare({
         "--image IMAGE": ("", f"container image (default: ngsgd:{__version__}, with GPUs ngsgd:{__version__}-cuda; see docker/)"),
         "--namespace NAMESPACE": ("default", "namespace"),
-        "--claim NAME": ("", "PersistentVolumeClaim (ReadWriteMany) of output_dir, unless that is a URL (default: none)"),
+        "--claim NAME": (str, "PersistentVolumeClaim (ReadWriteMany) of output_dir, unless that is a URL"),
         "--mount PATH": (_MOUNT, "path of the claim in the pods"),
         "--retries N": (3, "number of new clusters for a failed run, which resumes from its checkpoint"),
         "--memory MEMORY": ("8Gi", "memory of a worker pod")}, "Kubernetes")

@@ -79,7 +79,7 @@ class Scratch:
         self._ones: dict[Any, Tensor] = {}
 
     def like(self, name: str, rows_ND: Tensor) -> Tensor:
-        """Return an uninitialized matrix like `rows_ND`; the next call of the name overwrites it."""
+        """Return an uninitialized matrix like `rows_ND`; the next call of its name fills it."""
         key = (name, rows_ND.shape, rows_ND.dtype, rows_ND.device)
         found: Tensor | None = self._shaped.get(key)
         if found is None:
