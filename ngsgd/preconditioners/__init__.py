@@ -36,13 +36,16 @@ METHODS: dict[str, type[Any]] = {
     "seng": SENG, "smw": SMWNG, "shampoo": Shampoo, "soap": SOAP, "psgd": PSGD, "kbfgs": KBFGS, "hessian_free": HessianFree,
     "ksd": KSD, "lissa": LiSSA, "lbfgs": LBFGS, "neumann": Neumann, "kfra": KFRA, "fang": FANG, "tnt": TNT,
     "mfac": MFAC, "ggt": GGT, "tonga": TONGA, "tonga_unit": UnitTONGA, "sfn": SFN, "esgd": ESGD, "adahessian": AdaHessian,
-    "simple": SimpleNG, "adam": Adam, "adamw": AdamW, "muon": Muon}
+    "simple": SimpleNG, "adam": Adam, "adamw": AdamW, "muon": Muon,
+}
 
 __all__ = [
     "EKFAC", "ESGD", "FANG", "GGT", "KBFGS", "KFAC", "KFRA", "KSD", "LBFGS", "METHODS", "MFAC",
     "PSGD", "SENG", "SFN", "SKFAC", "SMWNG", "SOAP", "TNT", "TONGA", "AdaHessian", "Adam", "AdamW",
     "DiagonalNG", "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "LiSSA",
-    "Method", "Muon", "Neumann", "Preconditioner", "Shampoo", "SimpleNG", "UnitTONGA", "UnitWiseNG"]
+    "Method", "Muon", "Neumann", "Preconditioner", "Shampoo", "SimpleNG", "UnitTONGA",
+    "UnitWiseNG",
+]
 
 
 def __dir__() -> list[str]:
