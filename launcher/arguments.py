@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
         """The actions by flag, such as --quiet."""
         return dict(self._option_string_actions)
 
-    def declare(self, table: Mapping[str, str | tuple[Any, str]], title: str = "") -> None:
-        """Add arguments, as a group if there is a title.
+    def declare(self, table: Mapping[str, str | tuple[Any, str]], title: str = "") -> argparse._ActionsContainer:
+        """Add arguments, as a group if there is a title, and return that or the parser.
 
         Args:
             table: "--flag -f" (a switch), "--flag -f NAME" (with a value) or "NAME" (without a
@@ -60,6 +60,7 @@ class Parser(argparse.ArgumentParser):
                 more |= {"type": type(given), "default": given}
                 about += "" if "(default" in about else " (default: %(default)s)"
             target.add_argument(*flags, help=about, **more)
+        return target
 
     def error(self, message: str) -> NoReturn:
         unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []

@@ -43,8 +43,7 @@ function __ngsgd_words
 end
 complete --command ngsgd --no-files --condition __fish_is_first_arg --arguments '(__ngsgd_words)'
 complete --command ngsgd --condition 'not __fish_is_first_arg' --arguments '(__ngsgd_words)'
-""",
-}
+"""}
 _INSTALL = {"bash": 'eval "$(ngsgd completion bash)" in ~/.bashrc', "zsh": 'eval "$(ngsgd completion zsh)" in ~/.zshrc',
             "fish": "ngsgd completion fish | source, in ~/.config/fish/config.fish"}
 

@@ -140,10 +140,7 @@ def is_elsewhere(process: Mapping[str, Any]) -> bool:
 
 
 def may_be_alive(process: Mapping[str, Any]) -> bool:
-    """Return whether a process of this machine has the id of a record without a start time.
-
-    It may be another process.
-    """
+    """Return whether a process here, perhaps another, has the id of a record without start time."""
     process_id = process.get("process_id")
     if not process or is_elsewhere(process) or process_identity.is_complete(process) or type(process_id) is not int:
         return False

@@ -53,6 +53,11 @@ _OF_ACCESS = ("OSError", "ConnectionError", "ConnectionResetError", "TimeoutErro
 _OF_MEMORY = ("allocate memory", "out of memory")
 
 
+def reason_of(error: BaseException, longest: int = 300) -> str:
+    """Return the first line of the message of an error, of at most `longest` characters."""
+    return str(error).strip().partition("\n")[0][:longest]
+
+
 def failure_kind(name: str, message: str) -> FailureKind:
     """Classify an exception of the system or of a user's code by its class and message."""
     if name == "MemoryError" or "OutOfMemory" in name or any(words in message for words in _OF_MEMORY):

@@ -35,7 +35,7 @@ def command(arguments: Sequence[str]) -> int:
                     "--json": "print JSON instead of the table"})
     options = parser.parse_args(arguments)
     runs = [comparison.read(RunFolder.open(find_run(run))) for run in options.runs]
-    measure = comparison.measure_of(runs)
+    measure = comparison.WER if all(run.wer for run in runs) else comparison.LOSS
     groups = sorted(comparison.groups_of(runs), key=lambda group: group.mean(measure))
     word, sentence = comparison.verdict(groups, measure)
     same = identity(runs)
@@ -66,8 +66,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "training": lambda one: duration(one["seconds"]),
     "frames/s": lambda one: "" if one["frames_per_s"] is None else f"{one['frames_per_s']:,.0f}",
     "to common objf (s)": lambda one: (
-        f"{one['seconds_to_common_objf']:.1f}" if one["seconds_to_common_objf"] is not None else ""),
-}
+        f"{one['seconds_to_common_objf']:.1f}" if one["seconds_to_common_objf"] is not None else "")}
 # the table on a terminal of 80 columns
 _PRINTED = ("WER (%)", "95% interval", "validation objf", "training")
 

@@ -117,7 +117,8 @@ def _sweep(hydra: Any, lines: Sequence[str], options: argparse.Namespace, config
     from hydra.types import RunMode
 
     name = options.sources.primary().name
-    with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch, store.sweep(configs, _warn) as parent:
+    with (tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch,
+          store.sweep(configs, lambda line: print(f"ngsgd: {line}", file=sys.stderr)) as parent):
         given = [*lines, *parent, "hydra.mode=MULTIRUN"]
         composed = hydra.compose_config(name, given, RunMode.MULTIRUN, with_log_configuration=True)
         has_notes = composed.hydra.output_subdir is not None
@@ -140,10 +141,6 @@ def _sweep(hydra: Any, lines: Sequence[str], options: argparse.Namespace, config
 
         hydra.multirun(name, task, [])
         return max(map(int, codes.read_text().split()), default=EXIT_OK)
-
-
-def _warn(line: str) -> None:
-    print(f"ngsgd: {line}", file=sys.stderr)
 
 
 def resume(arguments: Sequence[str]) -> int:

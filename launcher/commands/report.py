@@ -66,7 +66,15 @@ def history_of(folder: RunFolder) -> RunHistory:
     from ngsgd.launcher.run_state import state_of
     from ngsgd.runs.config_file import read_config
 
-    config, events = read_config(folder.config), _without_old_jobs(folder.events)
+    config, events = read_config(folder.config), list[dict[str, Any]]()
+    # of a long log, the old outer iterations have no records of jobs, which the page reports
+    left = folder.events.stat().st_size if folder.events.is_file() else 0
+    for text in log_lines(folder.events) if folder.events.is_file() else ():
+        for event in valid_events(parse_json_lines(text)):
+            if left > _JOBS_BYTES and event["event"] == "outer_iteration":
+                event |= {"jobs": [], "relative_change": {}, "without_jobs": True}
+            events.append(event)
+        left -= len(text) + 1
     if all(event["event"] == "opened" for event in events):
         raise ConfigError(f"{folder.path} has no event yet, so there is nothing to report; wait "
                           "for its first outer iteration.")
@@ -74,22 +82,6 @@ def history_of(folder: RunFolder) -> RunHistory:
     ledger = [line for text in (log_lines(folder.ledger) if folder.ledger.is_file() else ())
               if text.startswith('{"event": "started"') for line in parse_json_lines(text)]
     return RunHistory(folder.path.name, config, events, state_of(folder.path), ledger, interval_of(folder))
-
-
-def _without_old_jobs(path: Path) -> list[dict[str, Any]]:
-    """The events of a run; of a long log, the old outer iterations have no records of jobs.
-
-    Scores, rates and times are complete, and the page reports which jobs are not counted.
-    """
-    found = list[dict[str, Any]]()
-    left = path.stat().st_size if path.is_file() else 0
-    for text in log_lines(path) if path.is_file() else ():
-        for event in valid_events(parse_json_lines(text)):
-            if left > _JOBS_BYTES and event["event"] == "outer_iteration":
-                event |= {"jobs": [], "relative_change": {}, "without_jobs": True}
-            found.append(event)
-        left -= len(text) + 1
-    return found
 
 
 def _page(folder: RunFolder, run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> str:

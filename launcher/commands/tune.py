@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ngsgd.config import RunConfig
 from ngsgd.config.build import flatten
 from ngsgd.counting import counted
-from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.errors import EXIT_OK, ConfigError, reason_of
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import CONFIG, JSON, Parser
 from ngsgd.launcher.mlflow.store import experiment_id, open_client, resolved, tracking_uri
@@ -137,8 +137,8 @@ class _Tracker:
                 send()
         except Exception as error:
             self._is_tracked = False
-            reason = masked(str(error).strip().partition("\n")[0])
-            self._report(f"MLflow cannot be written ({reason}); tuning continues, and {self._folder} holds all results.")
+            self._report(f"MLflow cannot be written ({masked(reason_of(error))}); tuning continues, "
+                         f"and {self._folder} holds all results.")
 
 
 def _folder(config: RunConfig) -> Path:

@@ -75,14 +75,12 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
             say("stopped.")
             return EXIT_OK
         finally:
-            _end(server)
-
-
-def newest_run(output_dir: Path) -> dict[str, Any]:
-    """Return the place of the newest run in the database of a folder; empty if there is none."""
-    written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    found = (read_tracking(file.parent) for file in written)
-    return next((one for one in found if one.get("tracking_uri") == sqlite_uri(output_dir)), {})
+            for sign in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    # the process group, because MLflow starts workers
+                    os.killpg(server.pid, sign)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(_STOP_TIMEOUT_S)
 
 
 def page_links(output_dir: Path, address: str, experiments: Sequence[str]) -> list[str]:
@@ -94,8 +92,10 @@ def page_links(output_dir: Path, address: str, experiments: Sequence[str]) -> li
         page, shown = f"{address}/#/experiments/{experiments[0]}/runs{_PAGES}", view
     else:
         page, shown = f"{address}/#/compare-experiments/s{_PAGES}&experiments={quote(json.dumps(list(experiments)))}", ""
-    links, stored = [f"runs        {page}{shown}", f"charts      {page}&compareRunsMode=CHART"], newest_run(output_dir)
-    if stored:
+    links = [f"runs        {page}{shown}", f"charts      {page}&compareRunsMode=CHART"]
+    written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    found = (read_tracking(file.parent) for file in written)
+    if stored := next((one for one in found if one.get("tracking_uri") == sqlite_uri(output_dir)), None):
         links.append(f"newest run  {address}/#/experiments/{stored['experiment_id']}/runs/{stored['run_id']}/model-metrics{_PAGES}")
     return links
 
@@ -212,15 +212,6 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], mark: str, host: str, p
             raise ConfigError(_in_use(host, port))
         time.sleep(0.3)
     raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: {_last_line(log)}")
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            # the process group, because MLflow starts workers
-            os.killpg(server.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(_STOP_TIMEOUT_S)
 
 
 def _last_line(log: IO[bytes]) -> str:

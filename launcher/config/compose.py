@@ -70,6 +70,8 @@ def normalized(overrides: Sequence[str], sources: Sources) -> list[str]:
     optimizer.kind=adam becomes optimizer=adam: one choice has one set of defaults. `++` is removed
     from a known key, and + is added to a group that the defaults list lacks.
     """
+    from hydra.core.config_store import ConfigStore
+
     choices, primary = sources.groups(), sources.primary()
     lines = [_marked(line, choices, primary) for override in overrides for line in _read_tuned(override)]
     if any(line.startswith("hydra.verbose=") for line in lines) and not any("hydra/job_logging=" in line for line in lines):
@@ -81,19 +83,13 @@ def normalized(overrides: Sequence[str], sources: Sources) -> list[str]:
         group, _, choice = line.partition("=")
         if group in _LATE & primary.groups and choice[:1] not in ("{", "["):
             # once more: it takes precedence over an experiment, as over a recipe
-            _register_again(group, choices[group])
+            for one in choices[group]:
+                ConfigStore.instance().store(group=f"{_AGAIN}{group}", name=one, package="_global_",
+                                             node={"defaults": [f"/{group}/{one}"]}, provider="ngsgd")
             last.append(f"+{_AGAIN}{line}")
             if "," in choice or "(" in choice:
                 found.remove(line)
     return [*found, *added, *last]
-
-
-def _register_again(group: str, choices: Sequence[str]) -> None:
-    from hydra.core.config_store import ConfigStore
-
-    for choice in choices:
-        ConfigStore.instance().store(group=f"{_AGAIN}{group}", name=choice, node={"defaults": [f"/{group}/{choice}"]},
-                                     package="_global_", provider="ngsgd")
 
 
 def _marked(line: str, choices: Mapping[str, list[str]], primary: Primary) -> str:

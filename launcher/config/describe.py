@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ngsgd.config import METHODS, RunConfig, choices_of, types_of
+from ngsgd.config.option import shown
 from ngsgd.config.other_names import instead_of
 
 _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false",
@@ -96,17 +97,6 @@ def _used(condition: str) -> str:
         else:
             found.append(f"{'no ' if term.startswith('!') else ''}{name}")
     return " and ".join(found)
-
-
-def shown(value: Any) -> str:
-    """Return a value as it is written on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return "''" if value == "" else str(value)
 
 
 def in_section(name: str) -> list[Described]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.counting import counted
-from ngsgd.errors import ClusterError
+from ngsgd.errors import ClusterError, reason_of
 from ngsgd.launcher.doctor import machine
 from ngsgd.launcher.doctor.machine import Finding
 
@@ -20,9 +20,7 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Whether a node reads the test file of this machine and writes next to it, the fingerprint of
-    its ngsgd and torch, and its problems.
-    """
+    """Whether a node reads and writes the files of this machine, its fingerprint, its problems."""
 
     sees: bool
     writes: bool
@@ -84,7 +82,7 @@ def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
         sent = time.time()
         now: float = ray.get(task(clock_time).remote(), timeout=_ANSWER_S)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:120]
+        reason = reason_of(error, 120)
         yield Finding("fail", "node", f"{where} runs no task ({reason})", "install ngsgd there, in the Python that runs Ray")
         return
     yield from judged(where, found, mark.parent, skew_s=skew(sent, now, time.time()))

@@ -195,8 +195,7 @@ def storage(output_dir: Path) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        yield Finding("fail", "storage",
-                      f"{existing} cannot be written ({error.strerror})",
+        yield Finding("fail", "storage", f"{existing} cannot be written ({error.strerror})",
                       "output_dir=PATH, or fix its permissions")
         return
     free = shutil.disk_usage(existing).free

@@ -151,10 +151,7 @@ def experiment_id(client: Any, config: RunConfig, name: str = "") -> str:
 
 
 def tracking_uri(config: RunConfig) -> str:
-    """The configured store with what logs in to it, or SQLite in the output directory.
-
-    Raises as `with_login` does.
-    """
+    """The configured store by `with_login`, which may raise, or SQLite in the output directory."""
     if masked(config.tracking.uri, known=False) != config.tracking.uri:
         conceal(config.tracking.uri)
     return with_login(config.tracking.uri) or sqlite_uri(local_root(config.output_dir))

@@ -47,9 +47,7 @@ def _marked(send: _Send) -> _Send:
 
 
 def is_foreign(scope: Mapping[str, Any]) -> bool:
-    """Whether a page of another origin has a browser send this request, which is no mere look at a
-    page.
-    """
+    """Whether a page of another origin has a browser send a request that is not plain reading."""
     is_graphql = str(scope.get("path", "")).rstrip("/").endswith("/graphql")
     if scope["type"] == "http" and scope["method"] in _READING and not is_graphql:
         return False

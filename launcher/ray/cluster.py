@@ -19,7 +19,7 @@ from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTask
 
 from ngsgd.cluster.exchange.collective_client import Ending
 from ngsgd.config import ClusterConfig
-from ngsgd.errors import ClusterError, ClusterTokenError, FailureKind, NgsgdError, RayStartError, failure_kind
+from ngsgd.errors import ClusterError, ClusterTokenError, FailureKind, NgsgdError, RayStartError, failure_kind, reason_of
 from ngsgd.launcher.ray.capacity import gpus_per_worker, need_of, require_room
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder, divert
@@ -142,7 +142,7 @@ def _not_joined(address: str, error: Exception) -> ClusterError:
         else:
             advice = (f"The token or the version of Ray is probably another one, or no Ray runs on this machine. Here "
                       f"{found}; set RAY_AUTH_TOKEN to the head's token (on the head: cat ~/.ray/auth_token).")
-        return ClusterTokenError(f"{said}: its head answers, but rejects this process ({_first_line(error)}). {advice}")
+        return ClusterTokenError(f"{said}: its head answers, but rejects this process ({reason_of(error)}). {advice}")
     reason = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, (ValueError, TypeError)) and _JOB in os.environ:
         return ClusterError(f"{said}: Ray rejects the runtime environment of this Ray job ({reason}). Correct the runtime_env of "
@@ -222,7 +222,7 @@ def _start() -> None:
             return
         except (Exception, SystemExit) as error:
             if is_last or isinstance(error, _LASTING):
-                raise RayStartError(f"Ray could not be started ({type(error).__name__}: {_first_line(error)}); if this machine is "
+                raise RayStartError(f"Ray could not be started ({type(error).__name__}: {reason_of(error)}); if this machine is "
                                     "busy, wait and repeat the command, or use cluster=local, which needs no Ray.") from error
 
 
@@ -311,8 +311,4 @@ def how_it_ended(error: RayError) -> Ending:
     kind = failure_kind(type(error).__name__, text)
     if kind is not FailureKind.MEMORY:
         kind = FailureKind.NODE if "raylet" in text or "NodeDied" in text else FailureKind.UNKNOWN
-    return Ending(_first_line(error), kind)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]
+    return Ending(reason_of(error), kind)

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ngsgd.data.fetching.files import Offer, RemoteData
 from ngsgd.data.fetching.source import FetchError, StoreSource
+from ngsgd.errors import reason_of
 from ngsgd.files import open_regular
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.task import TaskSpec
@@ -158,5 +159,5 @@ class CoordinatorSource:
         try:
             return ray.get(ref, timeout=_PART_S)
         except RayError as error:
-            reason = str(error).strip().split("\n", 1)[0][:200]
-            raise FetchError(f"{self.where} did not send a file of the prepared data ({reason})") from error
+            raise FetchError(f"{self.where} did not send a file of the prepared data "
+                             f"({reason_of(error)})") from error

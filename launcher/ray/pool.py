@@ -24,7 +24,7 @@ from ngsgd.cluster.slot_pool import Slot, SlotPool
 from ngsgd.cluster.worker_process import Ready
 from ngsgd.config import ClusterConfig
 from ngsgd.data.fetching.files import RemoteData
-from ngsgd.errors import ClusterError, FailureKind
+from ngsgd.errors import ClusterError, FailureKind, reason_of
 from ngsgd.launcher.ray.capacity import Capacity, gpus_per_worker, in_words, need_of, room_for
 from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, how_it_ended, log_folder, shutdown
 from ngsgd.launcher.ray.node_data import NodeData, UnseenFolder
@@ -137,7 +137,18 @@ class RayPool(SlotPool[WorkerSlot]):
     def wait(self, timeout_s: float) -> Outcome | None:
         assert self._head
         self._head.check()
-        self._leave_drained_nodes()
+        # workers end their jobs on nodes that Ray is about to remove
+        draining = self._capacity.draining if self._capacity else frozenset()
+        for slot in self._slots if draining else ():
+            if slot.address is None or slot.address.node_id not in draining or not slot.is_usable:
+                continue
+            ending = Ending(f"its node {slot.address.device.host} is drained", FailureKind.ASKED_TO_END)
+            if slot.job is None and slot.pending is None:
+                slot.leaving = True
+                self._kill_for(slot, ending)
+            elif slot.job is not None and not slot.is_asked_to_leave:
+                slot.is_asked_to_leave, slot.ending = True, ending
+                _control(slot.actor.leave)
         return super().wait(timeout_s)
 
     def has_busy_start(self) -> bool:
@@ -226,17 +237,8 @@ class RayPool(SlotPool[WorkerSlot]):
 
     def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
         # not for every event, of which there are as many as workers
-        if time.monotonic() - self._asked_s >= self._ask_every_s:
-            self._ask_for_progress()
-            self._asked_s = time.monotonic()
-        return super().progress()
-
-    def _num_done(self, slot: WorkerSlot) -> int:
-        """On another machine, the minibatches that the worker last reported as done."""
-        # one whose result travels does not hang
-        return slot.num_seen + (super()._num_done(slot) if self._is_here(slot) else slot.answered)
-
-    def _ask_for_progress(self) -> None:
+        if time.monotonic() - self._asked_s < self._ask_every_s:
+            return super().progress()
         far = [slot for slot in self._slots if slot.job is not None and not self._is_here(slot)]
         asked = {slot.asked: slot for slot in far if slot.asked is not None}
         for ref in ray.wait(list(asked), num_returns=len(asked), timeout=0.0)[0] if asked else ():
@@ -254,20 +256,13 @@ class RayPool(SlotPool[WorkerSlot]):
             slot.num_seen, slot.ended_s = slot.num_seen + 1, self._clock.now if slot.ended_s is None else slot.ended_s
             if self._clock.now - slot.ended_s > _FETCH_S:
                 raise _store_is_slow()
+        self._asked_s = time.monotonic()
+        return super().progress()
 
-    def _leave_drained_nodes(self) -> None:
-        """Ask workers to end their jobs on nodes that Ray is about to remove."""
-        draining = self._capacity.draining if self._capacity else frozenset()
-        for slot in self._slots if draining else ():
-            if slot.address is None or slot.address.node_id not in draining or not slot.is_usable:
-                continue
-            ending = Ending(f"its node {slot.address.device.host} is drained", FailureKind.ASKED_TO_END)
-            if slot.job is None and slot.pending is None:
-                slot.leaving = True
-                self._kill_for(slot, ending)
-            elif slot.job is not None and not slot.is_asked_to_leave:
-                slot.is_asked_to_leave, slot.ending = True, ending
-                _control(slot.actor.leave)
+    def _num_done(self, slot: WorkerSlot) -> int:
+        """On another machine, the minibatches that the worker last reported as done."""
+        # one whose result travels does not hang
+        return slot.num_seen + (super()._num_done(slot) if self._is_here(slot) else slot.answered)
 
     def _why_few(self) -> str:
         if not self._need:
@@ -299,14 +294,24 @@ class RayPool(SlotPool[WorkerSlot]):
         try:
             value = ray.get(ref, timeout=_GET_S)
         except RayTaskError as error:
-            self._raised(slot, error)
+            if slot.starting is not None:
+                raise cause_of(error) from error
+            if slot.running is None:
+                raise exchange_error(error) from error
+            if isinstance(error.cause, (ObjectStoreFullError, OutOfDiskError)):
+                raise _store_is_full(error.cause) from error
+            assert slot.job is not None
+            slot.running = None
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            self._take(slot, JobFailure.of_error(slot.job, slot.index, cause))
         except GetTimeoutError:
             # a store without memory is no death; `progress` limits the time
             return
         except (ObjectStoreFullError, OutOfDiskError) as error:
             raise _store_is_full(error) from error
         except RayError as error:
-            self._died_by(slot, error)
+            slot.ending = slot.ending or how_it_ended(error)
+            self._died(slot)
         else:
             self._receive(slot, value)
 
@@ -333,22 +338,6 @@ class RayPool(SlotPool[WorkerSlot]):
         if result.job.keep_own and result.own is None:
             return replace(result, own=result.sent if result.job.num_vectors == 1 else _StoreRef(slot.own))
         return result
-
-    def _raised(self, slot: WorkerSlot, error: RayTaskError) -> None:
-        if slot.starting is not None:
-            raise cause_of(error) from error
-        if slot.running is None:
-            raise exchange_error(error) from error
-        if isinstance(error.cause, (ObjectStoreFullError, OutOfDiskError)):
-            raise _store_is_full(error.cause) from error
-        assert slot.job is not None
-        slot.running = None
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        self._take(slot, JobFailure.of_error(slot.job, slot.index, cause))
-
-    def _died_by(self, slot: WorkerSlot, error: RayError) -> None:
-        slot.ending = slot.ending or how_it_ended(error)
-        self._died(slot)
 
     def _end(self, slot: WorkerSlot) -> tuple[Ending, bool]:
         found = slot.ending or Ending("its process ended")
@@ -440,6 +429,6 @@ def _store_is_slow() -> ClusterError:
 
 
 def _store_is_full(error: Exception) -> ClusterError:
-    reason = str(error).strip().partition("\n")[0][:200].rstrip(".")
-    return ClusterError(f"an object store of the Ray cluster is full ({reason}); start Ray with more memory for objects, or set "
-                        "cluster.exchange=auto, then resume.", failure=FailureKind.MEMORY)
+    return ClusterError(f"an object store of the Ray cluster is full ({reason_of(error).rstrip('.')}); "
+                        "start Ray with more memory for objects, or set cluster.exchange=auto, then resume.",
+                        failure=FailureKind.MEMORY)

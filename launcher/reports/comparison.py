@@ -213,10 +213,6 @@ def _group_names(runs: Sequence[ComparedRun], different: Mapping[str, Sequence[A
     return words or [""] * len(runs)
 
 
-def measure_of(runs: Sequence[ComparedRun]) -> str:
-    return WER if all(run.wer for run in runs) else LOSS
-
-
 def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
     """(word, sentence) about the best group and the second."""
     best = groups[0]

@@ -44,8 +44,15 @@ def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequ
         lines.append(f"{row.workers:>7}  {here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
                      f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  "
                      f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}{cost}")
+    workers_of: dict[str, list[int]] = {}
+    for row in table:
+        workers_of.setdefault(row.samples.reason, []).append(row.workers)
+    ranges = {reason: f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+              for reason, counts in workers_of.items()}
+    lines += ["", *(f"{length} for {counts} worker{'s' * (counts != '1')}: {reason}"
+                    for reason, counts in ranges.items())]
     threads = thread_advice(machine)
-    return [*lines, "", *_reasons(table, length), *([f"threads: {threads}"] if threads else []),
+    return [*lines, *([f"threads: {threads}"] if threads else []),
             f"advice: {advice(table, is_speech=is_speech)}",
             *([f"choice: {choice_text(found, wishes, length)}"] if wishes and wishes.any() else [])]
 
@@ -80,15 +87,6 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
         f"spread of a job's time {_percent(sigma)},",
         f"           {assumed.failures_per_worker_hour:g} failures per worker and hour, "
         f"{assumed.replace_s:g} s to replace a worker"]
-
-
-def _reasons(table: Sequence[Row], length: str) -> list[str]:
-    workers_of: dict[str, list[int]] = {}
-    for row in table:
-        workers_of.setdefault(row.samples.reason, []).append(row.workers)
-    ranges = {reason: f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-              for reason, counts in workers_of.items()}
-    return [f"{length} for {counts} worker{'s' * (counts != '1')}: {reason}" for reason, counts in ranges.items()]
 
 
 def thread_advice(machine: Machine) -> str:

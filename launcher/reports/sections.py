@@ -111,13 +111,17 @@ def words(rows: Sequence[UtteranceErrors], speakers: Mapping[str, WordErrors]) -
         yield html.note("All words of the test set are right.")
         return
     yield html.note(f"Errors of the final model on the test set, {counted(len(rows), 'utterance')}.")
+    # the speakers with the most errors: a high WER of a few words is chance
+    most = sorted(speakers.items(), key=lambda row: (-row[1].num_errors, row[1].num_words, row[0]))
     tables: dict[str, tuple[tuple[str, ...], Sequence[Sequence[str]]]] = {
         "Substitutions": (_WRONG, _pairs(wrong, lambda ref, hyp: NOTHING not in (ref, hyp))),
         "Deletions": (_WRONG, _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
         "Insertions": (_WRONG, _pairs(wrong, lambda ref, hyp: ref == NOTHING)),
         "Words": (("word", "in reference", "wrong", "wrong (%)"), _words(found)),
-        "Speakers": (("speaker", "words", "errors", "WER (%)"), _speakers(speakers)),
-    }
+        "Speakers": (("speaker", "words", "errors", "WER (%)"),
+                     [(name, str(one.num_words), str(one.num_errors),
+                       f"{one.wer:.1f}" if one.num_words else "no words")
+                      for name, one in most[:_MOST]])}
     yield html.columns(html.heading(title, level=3) + html.table(*part) for title, part in tables.items() if part[1])
     worst = sorted((row for row in rows if row.errors.num_errors),
                    key=lambda row: (-row.errors.num_errors, row.utt_id))[:_WORST]
@@ -175,8 +179,7 @@ def natural_gradient(run: RunHistory) -> Iterator[str]:
     yield html.note(
         "Last outer iteration, mean over its jobs. Directions in which the Fisher matrix of the "
         "model is large get smaller steps. The first row has the usual ranges. The smallest e is "
-        "advice on the rank, and no fault: below the range, a lower rank saves time; above it, a higher rank may help."
-        "a higher rank may help.")
+        "advice on the rank, and no fault: below the range, a lower rank saves time; above it, a higher rank may help.")
     sides = list(dict.fromkeys(side for row in rows for side in row.sides))
     header = ["layer", "reading", *(f"{side}: {what}" for side in sides for what in ("effective rank", "smallest e")),
               "clipped updates (%)", "cosine to plain gradient", "parameter change (%)"]
@@ -236,13 +239,6 @@ def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
             wrong[ref] += count if ref != hyp else 0
     worst = sorted((one for one in said if wrong[one]), key=lambda one: (-wrong[one], one))[:_MOST]
     return [(word, str(said[word]), str(wrong[word]), f"{100 * wrong[word] / said[word]:.1f}") for word in worst]
-
-
-def _speakers(found: Mapping[str, WordErrors]) -> list[tuple[str, ...]]:
-    """The speakers with the most errors: a high WER of a few words is chance."""
-    rows = sorted(found.items(), key=lambda row: (-row[1].num_errors, row[1].num_words, row[0]))
-    return [(name, str(one.num_words), str(one.num_errors),
-             f"{one.wer:.1f}" if one.num_words else "no words") for name, one in rows[:_MOST]]
 
 
 def _reading(row: LayerRow) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 
 from ngsgd import __version__
 from ngsgd.errors import ConfigError
-from ngsgd.launcher.arguments import out_of_range
+from ngsgd.launcher.arguments import Parser, out_of_range
 from ngsgd.launcher.console import version
 from ngsgd.launcher.ray.jobs import IN_JOB
 from ngsgd.launcher.ray.probe import require_version
+from ngsgd.launcher.schedulers.slurm import without_name
 from ngsgd.object_storage.urls import is_url
 
 # KubeRay's operator refuses others: a DNS label of RFC 1035, short enough for its suffixes
@@ -25,19 +26,15 @@ _GRACE_S = 60  # time to finish the current outer iteration when a pod is evicte
 _MOUNT = "/shared"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the flags of Kubernetes alone."""
-    group = parser.add_argument_group("Kubernetes")
-    group.add_argument("--image", default="",
-                       help=f"container image (default: ngsgd:{__version__}, with GPUs ngsgd:{__version__}-cuda; see docker/)")
-    group.add_argument("--namespace", default="default", help="namespace (default: %(default)s)")
-    group.add_argument("--claim", default="", metavar="NAME",
-                       help="PersistentVolumeClaim (ReadWriteMany) of output_dir, unless that is a URL")
-    group.add_argument("--mount", default=_MOUNT, metavar="PATH", help="path of the claim in the pods (default: %(default)s)")
-    group.add_argument("--retries", type=int, default=3, metavar="N",
-                       help="number of new clusters for a failed run, which resumes from its "
-                            "checkpoint (default: %(default)s)")
-    group.add_argument("--memory", default="8Gi", help="memory of a worker pod (default: %(default)s)")
+    parser.declare({
+        "--image IMAGE": ("", f"container image (default: ngsgd:{__version__}, with GPUs ngsgd:{__version__}-cuda; see docker/)"),
+        "--namespace NAMESPACE": ("default", "namespace"),
+        "--claim NAME": (str, "PersistentVolumeClaim (ReadWriteMany) of output_dir, unless that is a URL"),
+        "--mount PATH": (_MOUNT, "path of the claim in the pods"),
+        "--retries N": (3, "number of new clusters for a failed run, which resumes from its checkpoint"),
+        "--memory MEMORY": ("8Gi", "memory of a worker pod")}, "Kubernetes")
 
 
 def manifest(options: argparse.Namespace, name: str, where: str, words: Sequence[str],
@@ -69,8 +66,7 @@ def manifest(options: argparse.Namespace, name: str, where: str, words: Sequence
         raise ConfigError(problems)
     if "train" in words[:2]:
         # a unique name: the first try starts the run, retries resume it
-        run = next((word.partition("=")[2] for word in words if word.startswith("name=")), name)
-        others = [word for word in words if not word.startswith("name=")]
+        run, others = without_name(words, name)
         words = [*others, "--continue", f"name={run}-{time.strftime('%Y%m%d%H%M%S')}", *IN_JOB]
     gpus = {"nvidia.com/gpu": str(options.gpus_per_node)} if options.gpus_per_node else {}
     resources = {"cpu": str(options.cpus_per_node), "memory": options.memory, **gpus}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from ngsgd.errors import ConfigError
-from ngsgd.launcher.arguments import out_of_range
+from ngsgd.launcher.arguments import Parser, out_of_range
 from ngsgd.launcher.ray.jobs import IN_JOB
 
 WARN_S = 120  # seconds before the time limit at which Slurm sends the warning
@@ -105,22 +105,26 @@ run=$!
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the flags of Slurm and Kubernetes, and those of Slurm alone."""
-    both = parser.add_argument_group("Slurm and Kubernetes")
-    both.add_argument("--nodes", type=int, default=2, metavar="N",
-                      help="number of machines (default: %(default)s); one worker per GPU, or per "
-                           "machine without GPUs, unless cluster.num_workers is given")
-    both.add_argument("--cpus-per-node", type=int, default=4, metavar="N", help="cores of a machine (default: %(default)s)")
-    both.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs of a machine (default: %(default)s)")
-    group = parser.add_argument_group("Slurm")
-    group.add_argument("--time", default="1-0", help="time limit in the notation of sbatch (default: one day)")
-    group.add_argument("--partition", default="", help="partition (default: that of the cluster)")
-    group.add_argument("--account", default="", help="account (default: that of the user)")
+    parser.declare({
+        "--nodes N": (2, "number of machines (default: %(default)s); one worker per GPU, or per "
+                         "machine without GPUs, unless cluster.num_workers is given"),
+        "--cpus-per-node N": (4, "cores of a machine"), "--gpus-per-node N": (0, "GPUs of a machine")}, "Slurm and Kubernetes")
+    group = parser.declare({
+        "--time TIME": ("1-0", "time limit in the notation of sbatch (default: one day)"),
+        "--partition PARTITION": ("", "partition (default: that of the cluster)"),
+        "--account ACCOUNT": ("", "account (default: that of the user)")}, "Slurm")
     group.add_argument("--setup", action="append", default=[], metavar="LINE",
                        help="line of shell before Ray starts, such as --setup='module load python'; repeatable")
     group.add_argument("--sbatch", action="append", default=[], metavar="OPTION",
                        help="another option of sbatch, such as --sbatch=--mem=32G; repeatable")
+
+
+def without_name(words: Sequence[str], default: str) -> tuple[str, list[str]]:
+    """Return the name of the run in a train command, or a default, and the other words."""
+    run = next((word.partition("=")[2] for word in words if word.startswith("name=")), default)
+    return run, [word for word in words if not word.startswith("name=")]
 
 
 def script(options: argparse.Namespace, name: str, words: Sequence[str]) -> str:
@@ -144,8 +148,7 @@ def script(options: argparse.Namespace, name: str, words: Sequence[str]) -> str:
     path = [f"export PATH={shlex.quote(str(folder))}:$PATH"] if folder.is_absolute() else []
     if "train" in words[:2]:
         # the first start of the run; a requeued job resumes it
-        run = next((word.partition("=")[2] for word in words if word.startswith("name=")), name)
-        others = [word for word in words if not word.startswith("name=")]
+        run, others = without_name(words, name)
         start = _TRAIN.format(name=shlex.quote(run), words=shlex.join(others), in_job=shlex.join(IN_JOB))
     else:
         start = _RESUME.format(words=shlex.join(words))

@@ -65,8 +65,7 @@ _OF_WORKER: dict[str, Cause] = {
                             "start it with ray start --head, and then the other machines", "{repeat}"),
     FailureKind.EXITED: Cause("worker", WORKLOAD, UNKNOWN, "A worker process exited by itself.", _LOOK),
     FailureKind.ACCESS: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker could not use a file or a connection.", _LOOK),
-    FailureKind.EXCEPTION: Cause("code", WORKLOAD, UNKNOWN, "A job raised an exception.", _LOOK),
-}
+    FailureKind.EXCEPTION: Cause("code", WORKLOAD, UNKNOWN, "A job raised an exception.", _LOOK)}
 _WORKER = Cause("worker", UNKNOWN, UNKNOWN, "A job failed.", _LOOK)
 
 
@@ -94,6 +93,8 @@ _DATA = Cause("data", WORKLOAD, CANNOT_HELP, "Data are missing, or have another 
               "correct the data or data.source", "{repeat}")
 _RUN_FOLDER = Cause("run folder", INFRASTRUCTURE, UNKNOWN, "A file of the run cannot be used, or the run cannot be written.",
                     "follow the message", "{repeat}")
+_BAD_BATCH = Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
+                   "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine")
 _STORAGE = Cause("object storage", INFRASTRUCTURE, MAY_HELP, "The object storage did not serve a request.",
                  "check the network, the bucket and the credentials", "{repeat}")
 _OF_KIND = {
@@ -110,8 +111,7 @@ _OF_KIND = {
     "DamagedArchiveError": Cause("archive", INFRASTRUCTURE, CANNOT_HELP, "An archive of examples is missing or damaged.",
                                  "restore the archive", "{repeat}"),
     "DivergenceError": _RATE, "ConfigError": _SETTINGS, "ArgumentError": _SETTINGS, "DataError": _DATA,
-    "BadBatchError": Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
-                           "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine"),
+    "BadBatchError": _BAD_BATCH,
     "FingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                               "This machine or installation computes other bits than the run so far.",
                               "use the earlier kind of machine, or allow other bits", option="allow-other-bits"),
@@ -135,8 +135,7 @@ _OF_KIND = {
                                "restore the checkpoints of {run}, or start a new run"),
     "ClusterError": _CLUSTER,
     "MemoryError": _MEMORY, "OutOfMemory": _MEMORY, "OutOfMemoryError": _MEMORY,
-    "FileNotFoundError": Cause("path", WORKLOAD, CANNOT_HELP, "A file does not exist.", "correct the path", "{repeat}"),
-}
+    "FileNotFoundError": Cause("path", WORKLOAD, CANNOT_HELP, "A file does not exist.", "correct the path", "{repeat}")}
 # of other classes
 _OF_EXIT_CODE = {2: _SETTINGS, 3: _DATA, 4: _RATE, 5: _CLUSTER, 6: _RUN_FOLDER, 7: _STORAGE}
 _STOPPED = Cause("operator", INFRASTRUCTURE, MAY_HELP, "The run was stopped on request.")
@@ -193,8 +192,6 @@ INCIDENTS = {
     "rolled_back": (LOST_WORK, Cause("learning rate", WORKLOAD, CANNOT_HELP,
                                      "An outer iteration diverged and was repeated at half the learning rate.",
                                      "start the next run with schedule.lr_initial={half_lr}", "ngsgd report {run}")),
-    "bad_batch": (LOST_WORK, Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
-                                   "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine")),
+    "bad_batch": (LOST_WORK, _BAD_BATCH),
     "exchange_failed": (RETRIED, Cause("transfer", INFRASTRUCTURE, MAY_HELP, "Averaging among the workers failed.",
-                                       "check the network between the workers")),
-}
+                                       "check the network between the workers"))}

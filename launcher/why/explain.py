@@ -108,10 +108,7 @@ def explain(run: Path) -> Answer:
 
 
 def explain_command(output_dir: Path) -> Answer | None:
-    """Explain the last command that failed before it created a run in `output_dir`.
-
-    None if there is none, or if a run was started or failed since.
-    """
+    """Explain the last command that failed before a run in `output_dir`; None without one since."""
     record = failed_command(output_dir)
     if not record:
         return None

@@ -83,9 +83,7 @@ def _is_calm(line: str) -> bool:
 
 
 def failures_of(ledger: Sequence[Line]) -> list[list[Line]]:
-    """Failed attempts by job, in the order of the ledger; last, the line that settled the job, if
-    the process did not end before.
-    """
+    """Failed attempts by job, in the order of the ledger, and last the line that settled it."""
     found: list[list[Line]] = []
     pending: dict[tuple[int, int], list[Line]] = {}
     for line in ledger:

@@ -22,10 +22,7 @@ _MOST_UNKNOWN = 20
 
 
 def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """Build a configuration from nested mappings that hold every option.
-
-    Returns it, with defaults instead of wrong values, and all problems.
-    """
+    """Return (configuration, all problems) of complete mappings; wrong values get defaults."""
     problems: list[Problem] = []
     return _build_section(RunConfig, _with_unset(values), "", problems), problems
 

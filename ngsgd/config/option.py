@@ -83,3 +83,14 @@ def choices_of(section: type[Any], name: str) -> tuple[str, ...]:
     """Return the values that an option with a fixed choice can have; empty for all others."""
     kind = types_of(section)[name]
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return "''" if value == "" else str(value)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
-from ngsgd.config.option import Problem, choices_of
+from ngsgd.config.option import Problem, choices_of, shown
 from ngsgd.config.run import RunConfig
 from ngsgd.config.sections.data import DataConfig
 from ngsgd.config.sections.optimizer import OF_SUMMED_GRADIENTS, WITHOUT_MEAN
@@ -101,8 +101,7 @@ def _check_value(section: Any, path: str, spec: Field[Any]) -> Iterator[Problem]
 def _wrong(c: RunConfig, options: tuple[str, ...], text: str) -> Problem:
     """Return the problem "OPTION is VALUE", of the first option, followed by `text`."""
     value = operator.attrgetter(options[0])(c)
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return Problem(options, f"{options[0]} is {shown}{text}")
+    return Problem(options, f"{options[0]} is {shown(value)}{text}")
 
 
 def _name(c: RunConfig) -> Iterator[Problem]:
@@ -392,10 +391,7 @@ def _objective(c: RunConfig) -> Iterator[Problem]:
 
 
 def of_other_nodes(c: RunConfig) -> Iterator[Problem]:
-    """Yield a problem per option for other nodes that a run on this machine sets.
-
-    `check` does not call it for cluster=ray, whose address `ngsgd submit` adds later.
-    """
+    """Yield a problem per option for other nodes that a run on one machine, not on Ray, sets."""
     for name, default in (("store", ""), ("node_cache_gb", DataConfig().node_cache_gb)):
         if getattr(c.data, name) != default:
             # without the value, which may contain a password

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from ngsgd.config.build import flatten, kinds_in
-from ngsgd.config.option import default_of
+from ngsgd.config.option import default_of, shown
 from ngsgd.config.run import RunConfig
 
 # sections and options of speech recognition, which a custom task does not have
@@ -32,8 +32,8 @@ class Unused:
     @property
     def sentence(self) -> str:
         """The error message for the person who set it."""
-        given = f"{self.path} is {_text(self.value)}, but"
-        now = f"{self.switch}={_text(self.is_now)}"
+        given = f"{self.path} is {shown(self.value)}, but"
+        now = f"{self.switch}={shown(self.is_now)}"
         if self.switch.rpartition(".")[2] in ("kind", "corpus") and self.wanted:
             options = (f"Options of {self.is_now}: {', '.join(self.options)}." if self.options
                        else f"{self.is_now} has no options.")
@@ -85,9 +85,3 @@ def _holds(term: str, section: Any) -> bool:
     name, _, wanted = term.lstrip("!").partition("=")
     value = getattr(section, name)
     return (value in wanted.split("|") if wanted else bool(value)) != term.startswith("!")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if value == "" else f"{value}"

@@ -24,6 +24,7 @@ from ngsgd.curvature.graph import vector_products
 from ngsgd.curvature.layer_decomposition import expansion_of, has_other_result, plain_product
 from ngsgd.curvature.samples import Totals, Tries, mixed_output, mixed_rows, next_calls, run_once, unaccounted
 from ngsgd.errors import ConfigError, DataError
+from ngsgd.ops.tensors import without_autocast
 
 # floats of derivatives at the layers: 8 MB
 CACHED = 1 << 21
@@ -451,12 +452,12 @@ class Capture:
                 found = mixed_rows(edge, e_M, before, self._num_samples)
             N = self.num_samples_of(call)
             if self._compares:
-                with torch.no_grad(), of_layers.without_autocast(e_M.device.type):
+                with torch.no_grad(), without_autocast(e_M.device.type):
                     self._totals.add(self._record(call, e_M.detach()[None]), e_M.dtype)
             self._judge(found, f"layer {layer}", N)
             # The rows of the last layer may never be requested.
             self._tries.count(call, N, is_clear=False)
-        with torch.no_grad(), of_layers.without_autocast(e_M.device.type):
+        with torch.no_grad(), without_autocast(e_M.device.type):
             if self._arrived is None:
                 self.records.append(self.record(call, e_M.detach()[None]))
             else:

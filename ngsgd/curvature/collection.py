@@ -33,6 +33,7 @@ from ngsgd.curvature.quantities import (
 from ngsgd.curvature.samples import MAX_TRIES, tries_of
 from ngsgd.curvature.second_order import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
+from ngsgd.ops.tensors import without_autocast
 
 # Defined by rows at layer outputs, even if per-sample gradients do not exist.
 _OF_ROWS = {"kfac", "kflr", "kfac_emp"}
@@ -254,7 +255,7 @@ class Collection(Mapping[str, Quantities]):
                 mode.require_term(number, self._capture.open_calls.values())
                 if outputs[0].requires_grad and self._needs_rows:
                     self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0])
-                with of_layers.without_autocast(upstream.device.type):
+                with without_autocast(upstream.device.type):
                     self._second_order.send(loss, outputs.pop(), upstream)
         value.register_hook(before_the_backward_pass)
 

@@ -6,7 +6,6 @@ rows each), T positions of a sample, I inputs, O outputs.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -177,13 +176,6 @@ def refuse_coupled(layer: nn.Module, name: str) -> None:
 def upcast(x: Tensor) -> Tensor:
     """Convert to at least float32: half precision lacks digits and range for squares."""
     return x if x.dtype in (torch.float32, torch.float64) or not x.is_floating_point() else x.float()
-
-
-def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Keep squares and factors in float32 if backward is called inside autocast."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, eq=False)

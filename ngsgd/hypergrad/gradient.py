@@ -42,8 +42,7 @@ class LocalJobs:
         return end_P
 
     def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
-        """Return the gradient with respect to the start of each job, and its other contributions.
-        """
+        """Return the gradient with respect to the starts of jobs, and its other contributions."""
         return [self.segments.pop((outer_iter, job)).reverse(dw_P) for job, dw_P in enumerate(dw_NP)]
 
     def kept(self) -> tuple[int, int]:

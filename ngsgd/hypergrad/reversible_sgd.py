@@ -188,9 +188,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._taken.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with the data for reversal, in types that torch.load accepts with
-        weights_only.
-        """
+        """Return the state with the data for reversal, for torch.load with weights_only."""
         packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened), taken.grad_P) for taken in self._taken]
         return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed, "dtype": str(self.exact.dtype)}
 

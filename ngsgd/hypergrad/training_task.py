@@ -35,10 +35,7 @@ class MinibatchIndex(NamedTuple):
 
 
 class TrainingTask(Protocol):
-    """Interface of the tasks of `hypergradient`.
-
-    Both losses must be pure: no state of a module may change their result.
-    """
+    """Interface of the tasks of `hypergradient`, whose losses are pure: no state changes them."""
 
     seed: int
 

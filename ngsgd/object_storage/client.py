@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ngsgd.errors import ConfigError, ObjectStorageError
+from ngsgd.errors import ConfigError, ObjectStorageError, reason_of
 from ngsgd.object_storage.urls import check_url
 
 RETRY_S = 60.0  # total time in which one request is repeated, before it is an error
@@ -81,7 +81,7 @@ class ObjectStore:
                               "backoff": {"init_backoff": timedelta(milliseconds=100),
                                           "max_backoff": timedelta(seconds=min(15.0, retry_s / 4)), "base": 2}})
         except (ValueError, obstore.exceptions.BaseError) as error:
-            raise ConfigError(f"{self.url} cannot be used as object storage ({_first_line(error)}); check the URL and the "
+            raise ConfigError(f"{self.url} cannot be used as object storage ({reason_of(error)}); check the URL and the "
                               "environment variables of the provider.") from error
 
     @classmethod
@@ -91,7 +91,7 @@ class ObjectStore:
         try:
             return cls(folder, store=_library().store.LocalStore(folder, mkdir=True))
         except (OSError, ValueError, _library().exceptions.BaseError) as error:
-            raise ObjectStorageError(f"{folder} cannot be used for objects ({_first_line(error)}); check the path and the "
+            raise ObjectStorageError(f"{folder} cannot be used for objects ({reason_of(error)}); check the path and the "
                                      "permissions.") from error
 
     def get(self, key: str) -> tuple[bytes, Version] | None:
@@ -206,14 +206,14 @@ class ObjectStore:
         try:
             yield
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise ObjectStorageError(f"{where} could not be {done}: access was denied ({_first_line(error)}); renew the "
+            raise ObjectStorageError(f"{where} could not be {done}: access was denied ({reason_of(error)}); renew the "
                                      "credentials in the environment, or give the role of this machine access, then "
                                      "continue.", is_denied=True) from error
         except exceptions.NotSupportedError as error:
             raise ObjectStorageError(f"{where} could not be {done}: the service has no conditional writes, which keep two "
                                      "coordinators from writing to one run; use another service.") from error
         except exceptions.BaseError as error:
-            raise ObjectStorageError(f"{where} could not be {done} ({_first_line(error)}); check the network and the bucket, "
+            raise ObjectStorageError(f"{where} could not be {done} ({reason_of(error)}); check the network and the bucket, "
                                      "then continue.") from error
 
 
@@ -225,7 +225,3 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError("object storage needs the package obstore; install it with: pip install 'ngsgd[store]'") from error
     return obstore
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]

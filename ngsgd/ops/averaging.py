@@ -73,9 +73,14 @@ def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: S
         if not bool(_comparable(tensor).isfinite().all()):
             raise AveragingError(f"entry {name} of state dict {index} has numbers that are not "
                                  "finite; exclude that model.")
-    if mean != name and len(tensors) > 1 and means[0].shape == tensors[0].shape:
-        return _pooled(means, tensors, shares)
     first = tensors[0]
+    if mean != name and len(tensors) > 1 and means[0].shape == first.shape:
+        vectors = [torch.cat([one.reshape(-1), tensor.reshape(-1)]).double().cpu().numpy()
+                   for one, tensor in zip(means, tensors, strict=True)]
+        C = first.numel()
+        pooled = np.empty(2 * C)
+        pool_variances(pooled, vectors, shares, [(slice(0, C), slice(C, 2 * C))])
+        return torch.from_numpy(pooled[C:]).view_as(first).to(first)
     exact = torch.complex128 if first.is_complex() else torch.float64
     total = first.to(exact) * shares[0]
     for tensor, share in zip(tensors[1:], shares[1:], strict=True):
@@ -151,15 +156,6 @@ def mean_of_chunk(vectors: Sequence[npt.NDArray[Any]], shares: Sequence[float], 
         term *= share
         total += term
     return total
-
-
-def _pooled(means: Sequence[Tensor], variances: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    C = variances[0].numel()
-    vectors = [torch.cat([mean.reshape(-1), variance.reshape(-1)]).double().cpu().numpy()
-               for mean, variance in zip(means, variances, strict=True)]
-    pooled = np.empty(2 * C)
-    pool_variances(pooled, vectors, shares, [(slice(0, C), slice(C, 2 * C))])
-    return torch.from_numpy(pooled[C:]).view_as(variances[0]).to(variances[0])
 
 
 def shares_of(count: int, weights: Sequence[float] | None) -> list[float]:

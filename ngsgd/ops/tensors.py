@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -18,6 +19,11 @@ _DIMENSIONS = {0: "a number", 1: "a vector", 2: "a matrix, one row per sample"}
 def dense(tensor: Tensor) -> Tensor:
     """Return a tensor as a dense one; gradients of nn.Embedding(sparse=True) are sparse."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Keep squares, factors and GEMMs in float32 if backward is called inside autocast."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 def refuse_sharded(model: nn.Module, owner: str, advice: str = "use DistributedDataParallel") -> None:

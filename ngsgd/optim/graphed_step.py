@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
+from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.optimizer import ORTHONORMAL_PERIOD, Optimizer
 from ngsgd.optim.rule import StepRecord
 
-Number = Tensor | float
 # Equal steps that run without a graph first; they create the tensors that all steps share.
 _WARM_UP = 2
 # Recorded steps; each keeps the memory of one step.

@@ -150,7 +150,10 @@ class NaturalGradient(Rule):
     def _attach_layers(self, model: nn.Module, groups: Sequence[Group]) -> None:
         settings = {group["name"]: layers.FisherSettings(**{key: group[key] for key in _SETTINGS}) for group in groups}
         owners = {id(p): group["name"] for group in groups for p in group["params"]}
-        mixed = _weights_of_mixed_kinds(model)
+        # The scale of a parameter that also belongs to a layer with a plain gradient would differ.
+        plain = [module for module in model.modules() if not (
+            isinstance(module, (NaturalGradientLayer, FastLinear)) or layers.natural_class(type(module)))]
+        mixed = {id(p) for module in plain for p in module.parameters(recurse=False)}
         others = {group["name"] for group in groups if group["rule"] != "natural"}
         # Torch does not call these submodules of its attention layers.
         uncalled = {id(layer.out_proj) for layer in model.modules() if isinstance(layer, nn.MultiheadAttention)}
@@ -278,23 +281,5 @@ def layer_of(group: Mapping[str, Any]) -> str:
 
 
 def path_of(name: str) -> str:
-    """Return the key of an estimate in the state of its weight.
-
-    It has no dot, because torch.distributed.checkpoint would read a dot as nesting.
-    """
+    """Return the key of an estimate in the state of its weight; a dot would mean nesting."""
     return f"{STATE}.{name}".replace(".", "/")
-
-
-def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
-    """Return ids of parameters that also belong to a layer with a plain gradient.
-
-    Their scales would differ.
-    """
-    return {
-        id(p)
-        for module in model.modules()
-        for p in module.parameters(recurse=False)
-        if not (
-            isinstance(module, (NaturalGradientLayer, FastLinear)) or layers.natural_class(type(module))
-        )
-    }

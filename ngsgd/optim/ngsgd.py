@@ -106,32 +106,14 @@ class NGSGD(Optimizer):
     rule: NaturalGradient
 
     @checks_arguments(OF_LAYERS)
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float | None = None,
-        *,
-        loss_reduction: str | None = None,
-        momentum: float = 0.0,
-        max_change: float = 0.75,
-        max_param_change: float = 2.0,
-        rank_in: int = 20,
-        rank_out: int = 80,
-        update_period: int = 4,
-        num_samples_history: float = 2000.0,
-        alpha: float = 4.0,
-        weight_decay: float = 0.0,
-        layer_options: Mapping[str, Mapping[str, Any]] | None = None,
-        fallback: str | None = None,
-        adamw_lr_factor: float = 0.125,
-        max_change_per_sample: float = 0.0,
-        schedule: str = "nnet3",
-        update: str = "auto",
-        ignore_zero_rows: bool = False,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        cosine_period: int = 0,
-        on_nonfinite: str = "skip",
-    ) -> None:
+    def __init__(self, model: nn.Module, lr: float | None = None, *, loss_reduction: str | None = None,
+                 momentum: float = 0.0, max_change: float = 0.75, max_param_change: float = 2.0, rank_in: int = 20,
+                 rank_out: int = 80, update_period: int = 4, num_samples_history: float = 2000.0, alpha: float = 4.0,
+                 weight_decay: float = 0.0, layer_options: Mapping[str, Mapping[str, Any]] | None = None,
+                 fallback: str | None = None, adamw_lr_factor: float = 0.125, max_change_per_sample: float = 0.0,
+                 schedule: str = "nnet3", update: str = "auto", ignore_zero_rows: bool = False,
+                 grad_scaler: torch.amp.GradScaler | None = None, cosine_period: int = 0,
+                 on_nonfinite: str = "skip") -> None:
         if fallback not in (None, "adamw", "sgd"):
             raise ArgumentError(f"Invalid fallback: {fallback!r}; choose adamw or sgd.")
         if loss_reduction not in (None, "sum", "mean"):
@@ -174,22 +156,16 @@ class NGSGD(Optimizer):
         return list(self.rule.layers)
 
     def preconditioners(self) -> Iterator[tuple[str, OnlineNaturalGradient]]:
-        """Yield (name, estimate) of every Fisher estimate.
-
-        Names of a Linear are "<layer>.input" and "<layer>.output".
-        """
-        for layer, preconditioner in self.rule.preconditioners.items():
-            for side, estimate in preconditioner.sides.items():
-                yield f"{layer}.{side}", estimate
+        """Yield (name, estimate): "<layer>.input" and "<layer>.output" of a Linear, for example."""
+        for name, _, estimate in self.rule.estimates():
+            yield name, estimate
 
     def layer_preconditioners(self) -> dict[str, LayerPreconditioner]:
         """Return the preconditioner of every layer in `preconditioned`, by name."""
         return dict(self.rule.preconditioners)
 
     def freeze(self, frozen: bool = True) -> None:
-        """Stop or resume updates of the Fisher estimates; backstitch freezes them in its first
-        step.
-        """
+        """Stop or resume updates of the Fisher estimates, as for the first step of backstitch."""
         for _, preconditioner in self.preconditioners():
             preconditioner.freeze(frozen)
 
@@ -250,9 +226,8 @@ class NGSGD(Optimizer):
         fisher = state_dict.get(STATE) or _unpacked(values for _, values in saved)
         mine = dict(self.preconditioners())
         if fisher.keys() != mine.keys():
-            raise OptimizerStateError("the state belongs to other layers or has no Fisher "
-                                      "estimates; load the state of an NGSGD on the same model "
-                                      "(not in both: "
+            raise OptimizerStateError("the state belongs to other layers or has no Fisher estimates; load the state of an "
+                                      "NGSGD on the same model (not in both: "
                                       f"{', '.join(sorted(fisher.keys() ^ mine.keys()))}).")
         values_of = {id(p): values for p, values in saved}
         for name, weight, estimate in self.rule.estimates():

@@ -274,8 +274,7 @@ class Optimizer(torch.optim.Optimizer):
         self.rule.end(self)
 
     def count(self, limits: Limits | Tensor, indices: list[int]) -> None:
-        """Count a step with the limits of groups, or with whether it was skipped if none has one.
-        """
+        """Count a step with the limits of groups, or with whether it was skipped without any."""
         counts = self.counts
         if isinstance(limits, Limits):
             self.last_update = limits.total
@@ -311,8 +310,7 @@ class Optimizer(torch.optim.Optimizer):
             warn(f"{type(self).__name__}: {message}")
 
     def _require_own_parameters(self) -> None:
-        """Raise ConfigError if a parameter was replaced or sharded; warn of layers unfrozen later.
-        """
+        """Raise ConfigError if parameters were replaced or sharded; warn of unfrozen layers."""
         if self._places is None:
             self._places = self._find_parameters()
         for parameters, name, p, shape in self._places:

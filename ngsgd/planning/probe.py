@@ -91,7 +91,13 @@ def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float
         while time.monotonic() < deadline or len(rounds[most]) < _MIN_CYCLES:
             for setting in settings:
                 rounds[setting].append(coordinator.round(processes, setting, limit_s))
-    workload = workload_of(config, coordinator.task, coordinator.layout)
+    grid = coordinator.task.shards()
+    shards = itertools.product(range(grid.num_archives), range(grid.shards_per_archive))
+    # minibatches of one example are examples
+    samples = statistics.fmean(coordinator.task.num_batches(Shard(*one), 1)
+                               for one in itertools.islice(shards, _MAX_SHARDS))
+    total = samples * grid.num_archives * grid.shards_per_archive * config.schedule.num_epochs
+    workload = Workload(samples, config.schedule.minibatch_size, 4 * coordinator.layout.size, total)
     return _summary(num_cores, num_gpus, rounds, link, workload), workload
 
 
@@ -111,16 +117,6 @@ def fullest(settings: Sequence[ProcessLayout], *, num_cores: int, num_gpus: int)
     """The largest number of workers that do not share cores."""
     return max((s for s in settings if s.num_processes <= slots_of(s.num_threads, num_cores=num_cores, num_gpus=num_gpus)),
                key=lambda s: s.num_processes)
-
-
-def workload_of(config: RunConfig, task: Task, layout: FlatLayout) -> Workload:
-    """Size of the computation of a run with this configuration."""
-    grid = task.shards()
-    shards = itertools.product(range(grid.num_archives), range(grid.shards_per_archive))
-    # minibatches of one example are examples
-    samples = statistics.fmean(task.num_batches(Shard(*one), 1) for one in itertools.islice(shards, _MAX_SHARDS))
-    total = samples * grid.num_archives * grid.shards_per_archive * config.schedule.num_epochs
-    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, total)
 
 
 class ProbeCoordinator:
@@ -206,10 +202,7 @@ def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Ro
 
 
 def _speed(setting: ProcessLayout, rounds: Sequence[_Round], workload: Workload, num_slots: int) -> Speed:
-    """Medians over rounds of means over workers, robust against disturbed rounds.
-
-    Of workers that share cores, the last one shows how long the cores were busy.
-    """
+    """Medians over rounds of means over workers; of workers that share cores, of the last one."""
     turns = max(1.0, setting.num_processes / num_slots)
     over_workers = statistics.fmean if turns == 1.0 else max
     step_s = statistics.median(over_workers([job.step_s for job in one.jobs]) for one in rounds) / turns

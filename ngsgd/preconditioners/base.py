@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import upcast, without_autocast
+from ngsgd.curvature.layers import upcast
 from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
-from ngsgd.ops.tensors import dense, refuse_sharded
+from ngsgd.ops.tensors import dense, refuse_sharded, without_autocast
 from ngsgd.preconditioners.blocks import affine_biases
 from ngsgd.preconditioners.estimates import Estimates
 from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right
@@ -140,8 +140,11 @@ class Preconditioner(Estimates):
         # P g and g.
         if not self.kl_clip and not self.replicas.average_gradients \
                 and (self.traits.measures_rows_only or not self.is_due("curvature")):
-            self._holding = RowGradients(self.model, affine_biases(self.model, self.skipped),
-                                         joined=self.traits.joins_bias, wanted=self._is_held)
+            # Asked at each call, since the first forward pass may detect replicas.
+            self._holding = RowGradients(
+                self.model, affine_biases(self.model, self.skipped), joined=self.traits.joins_bias,
+                wanted=lambda name, *sizes: not self.replicas.average_gradients and any(is_cheaper_by_rows(*sizes))
+                and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {}))))
         try:
             loss = self.evaluate(closure, num_rows=num_rows)
             if isinstance(self._holding, RowGradients):
@@ -150,11 +153,6 @@ class Preconditioner(Estimates):
             self._holding = contextlib.nullcontext()
         self.step(lr)
         return loss
-
-    def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        # The first forward pass may have detected replicas.
-        return not self.replicas.average_gradients and any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
-            and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
 
     @contextlib.contextmanager
     def watch(self, num_rows: int | None = None) -> Iterator[None]:
@@ -294,10 +292,8 @@ class Preconditioner(Estimates):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return P g by parameter name; parameters without curvature are unchanged."""
         found = dict(grads)
-        biases = {bias for weight, bias in self.blocks.bias_of.items() if weight in grads}
-        for name in grads:
-            inverse = self.inverses.get(name)
-            if inverse is not None and name not in biases:
+        for name in self.blocks.weights_of(grads.keys()):
+            if (inverse := self.inverses.get(name)) is not None:
                 found |= self.block_direction(name, inverse, grads)
         return found
 
@@ -324,9 +320,8 @@ class Preconditioner(Estimates):
                  lr: float | None) -> dict[str, Tensor]:
         if self.graft == "gradient":
             # The learning rate then has the meaning that it has for SGD.
-            biases = {bias for weight, bias in self.blocks.bias_of.items() if weight in found}
             plain, found = found, dict(found)
-            for name in [name for name in plain if name not in biases]:
+            for name in self.blocks.weights_of(plain.keys()):
                 block = [each for each in self.blocks.names(name) if each in plain]
                 own = _norm_of([plain[each] for each in block])
                 norm = held[name].norm() if name in held else _norm_of([grads[x] for x in block])

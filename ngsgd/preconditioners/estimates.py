@@ -217,10 +217,7 @@ class Estimates(MethodArguments):
                 "parameters": states.packed_text(states.shapes_text(self.model.named_parameters())), **covered}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the complete state by parameter.
-
-        Statistics, weight, inverses; "" holds the counters, the method and the shapes of the model.
-        """
+        """Return statistics, weight, inverses by parameter; "": counters, method, shapes."""
         self.settle()
         state: dict[str, dict[str, Any]] = {}
         for name in sorted({*self.statistics, *self.inverses}):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ngsgd.curvature.forms.kronecker import Gram
-from ngsgd.curvature.layers import upcast, without_autocast
+from ngsgd.curvature.layers import upcast
 from ngsgd.ops import gemm
+from ngsgd.ops.tensors import without_autocast
 
 
 class FactoredGrad(NamedTuple):
@@ -60,7 +61,6 @@ class FactoredGrad(NamedTuple):
 
 
 def _weight(e_XO: Tensor, a_XI: Tensor) -> Tensor:
-    """Return e^T a."""
     return gemm.mm(e_XO.T, a_XI, out=a_XI.new_empty(e_XO.shape[1], a_XI.shape[1]))
 
 

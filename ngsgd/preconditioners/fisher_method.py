@@ -38,7 +38,7 @@ class FisherMethod(Preconditioner):
 
     def problems(self) -> list[str]:
         known = ("averages",) if self.traits.fisher == "averages" else FISHERS
-        found = [*super().problems(), *self.choice("fisher", *known), *self.at_least("num_draws", 1)]
+        found = [*super().problems(), *self.choice("fisher", *known)]
         if self.num_draws > 1 and self.fisher != "mc":
             found.append(f"num_draws has no effect with fisher={self.fisher!r}; remove it.")
         if self.traits.fisher == "empirical" and self.fisher in ("mc", "exact"):
@@ -158,10 +158,7 @@ class SimpleNG(FisherMethod):
     traits = TRAITS["simple"]
 
     def problems(self) -> list[str]:
-        found = [] if self.alpha > 0.0 else [f"alpha is {self.alpha}; it must be above 0."]
-        if self.layer_options:
-            found.append("layer_options have no effect here; remove them.")
-        return [*super().problems(), *found]
+        return [*super().problems(), *(["layer_options have no effect here; remove them."] if self.layer_options else [])]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return dict.fromkeys(("statistics.direction", "inverse.direction"), self.blocks.sides(name)[:2])

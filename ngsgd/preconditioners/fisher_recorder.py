@@ -25,12 +25,13 @@ from torch.autograd.graph import get_gradient_edge
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Capture
 from ngsgd.curvature.forms.grad_forms import OuterProduct, joined
-from ngsgd.curvature.layers import Affine, Convolution, LayerCall, Record, UseShare, without_autocast
+from ngsgd.curvature.layers import Affine, Convolution, LayerCall, Record, UseShare
 from ngsgd.curvature.losses import LossCalls
 from ngsgd.curvature.samples import next_calls, probe
 from ngsgd.curvature.second_order import factor_of, output_moment, recursion
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import eigh
+from ngsgd.ops.tensors import without_autocast
 
 FISHERS = ("empirical", "mc", "exact")
 # Columns of the loss root that are propagated together.

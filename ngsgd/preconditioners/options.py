@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
@@ -17,62 +17,28 @@ from ngsgd.errors import ArgumentError, ConfigError
 Interval = int | tuple[tuple[int, int], ...] | Callable[[int], int]
 
 
+# Limits of options, which mean the same in all methods that have them: a test, and its words.
+_LIMITS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("damping", "alpha", "cg_tolerance", "scale"), (lambda value: value > 0.0, "it must be above 0")),
+    **dict.fromkeys(("ema_decay", "momentum"), (lambda value: 0.0 <= value < 1.0, "it must be at least 0 and below 1")),
+    **dict.fromkeys(("min_curvature", "factor_lr"), (lambda value: 0.0 < value < 1.0, "it must be above 0 and below 1")),
+    **dict.fromkeys(("num_draws", "max_cg_steps", "dimension", "num_terms", "block_size", "orthogonal_steps", "first_reset"),
+                    (lambda value: value >= 1, "it must be at least 1")),
+    **dict.fromkeys(("rank", "weight_decay", "attraction", "repulsion"), (lambda value: value >= 0, "it must be at least 0")),
+    "kl_clip": (lambda value: value >= 0, "it must be at least 0, where 0 is no limit"),
+    "sketch": (lambda value: value >= 0, "it must be at least 0, where 0 is all")}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "graft": ("none", "gradient"), "averaging": ("reset", "keep", "average"), "sharing": ("expand", "reduce"),
+    "products": ("ggn", "hessian"), "history": ("average", "sum"), "form": ("kronecker", "full")}
+
+
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
-class Arguments:
-    """Base of classes whose annotated attributes are their keyword-only arguments.
+@dataclass(eq=False, repr=False, kw_only=True)
+class MethodArguments:
+    """Arguments of all methods, which `Preconditioner` explains; methods add annotated attributes.
 
     Raises ArgumentError for an unknown argument or type; ConfigError lists those out of range.
     """
-
-    model: nn.Module
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        dataclass(eq=False, repr=False, kw_only=True)(cls)
-        known, init = [one.name for one in fields(cls)], cls.__init__  # type: ignore[arg-type]
-
-        @functools.wraps(init)
-        def checked_init(self: Arguments, *args: Any, **given: Any) -> None:
-            if unknown := [name for name in given if name not in known]:
-                raise ArgumentError([f"{type(self).__name__} has no option {name}; there are {', '.join(known[1:])}."
-                                     for name in unknown])
-            init(self, *args, **given)
-        cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        if not isinstance(self.model, nn.Module):
-            raise TypeError(f"{name} takes the module, not {type(self.model).__name__}: it needs the layers of the parameters")
-        vars(self).update(checked(self.arguments(), hints_of(type(self)), name))
-        if problems := [f"{name}: {problem}" for problem in self.problems()]:
-            raise ConfigError(problems)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments by name, without the model."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model"}  # type: ignore[arg-type]
-
-    def problems(self) -> list[str]:
-        """Return one message for each argument that is out of range."""
-        return []
-
-    def choice(self, name: str, *known: str) -> list[str]:
-        """Return a message if an argument is none of these words."""
-        value = getattr(self, name)
-        return [] if value in known else [f"{name} is {value!r}; choose {', '.join(known)}."]
-
-    def at_least(self, name: str, least: int, meaning: str = "") -> list[str]:
-        """Return a message if an argument is below a number, whose meaning may be explained."""
-        value = getattr(self, name)
-        return [] if value >= least else [f"{name} is {value}; it must be at least {least}{meaning}."]
-
-    def decay(self, name: str) -> list[str]:
-        """Return a message if an argument is no decay of a moving average."""
-        value = getattr(self, name)
-        return [] if 0.0 <= value < 1.0 else [f"{name} is {value}; it must be at least 0 and below 1."]
-
-
-class MethodArguments(Arguments):
-    """Arguments of all methods; `Preconditioner` explains them."""
 
     model: nn.Module = field(kw_only=False)
     damping: float = 1e-2
@@ -88,19 +54,50 @@ class MethodArguments(Arguments):
 
     traits: ClassVar[Traits] = Traits()
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclass(eq=False, repr=False, kw_only=True)(cls)
+        known, init = [one.name for one in fields(cls)], cls.__init__
+
+        @functools.wraps(init)
+        def checked_init(self: MethodArguments, *args: Any, **given: Any) -> None:
+            if unknown := [name for name in given if name not in known]:
+                raise ArgumentError([f"{type(self).__name__} has no option {name}; there are {', '.join(known[1:])}."
+                                     for name in unknown])
+            init(self, *args, **given)
+        cls.__init__ = checked_init  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"{name} takes the module, not {type(self.model).__name__}: it needs the layers of the parameters")
+        vars(self).update(checked(self.arguments(), hints_of(type(self)), name))
+        if problems := [f"{name}: {problem}" for problem in self.problems()]:
+            raise ConfigError(problems)
+
     @property
     def is_joint(self) -> bool:
         """Whether the estimates of all layers belong together."""
         return self.traits.axes.granularity == "full"
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by name, without the model."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model"}
+
+    def choice(self, name: str, *known: str) -> list[str]:
+        """Return a message if an argument is none of these words."""
+        value = getattr(self, name)
+        return [] if value in known else [f"{name} is {value!r}; choose {', '.join(known)}."]
+
     def problems(self) -> list[str]:
-        found = [] if self.damping > 0.0 else [f"damping is {self.damping}; it must be above 0."]
-        found += self.decay("ema_decay")
-        found += self.at_least("kl_clip", 0, ", where 0 is no limit")
-        found += [*self.choice("graft", "none", "gradient"), *self.choice("averaging", "reset", "keep", "average")]
-        if self.traits.one_minibatch and (self.ema_decay or "ema_decay" in own_options(self.layer_options)):
+        """Return one message for each argument that is out of range."""
+        given, by_layer = self.arguments(), {key for own in (self.layer_options or {}).values() for key in own}
+        found = [f"{name} is {value}; {_LIMITS[name][1]}." for name, value in given.items()
+                 if name in _LIMITS and not _LIMITS[name][0](value)]
+        found += [problem for name in given if name in _CHOICES for problem in self.choice(name, *_CHOICES[name])]
+        if self.traits.one_minibatch and (self.ema_decay or "ema_decay" in by_layer):
             found.append("ema_decay must be 0, because rows of different minibatches have no average.")
-        if self.is_joint and "damping" in own_options(self.layer_options):
+        if self.is_joint and "damping" in by_layer:
             found.append("layer_options has damping; all layers are one block, so set damping.")
         for name in ("curvature_interval", "inverse_interval"):
             every = getattr(self, name)
@@ -109,12 +106,7 @@ class MethodArguments(Arguments):
             elif isinstance(every, int) and every < 1:
                 found.append(f"{name} is {every}; give at least 1 step.")
         return [*found, *(f"layer_options has {key}; only damping and ema_decay can differ between layers."
-                          for key in own_options(self.layer_options) if key not in ("damping", "ema_decay"))]
-
-
-def own_options(layer_options: Mapping[str, Mapping[str, float]] | None) -> Collection[str]:
-    """Return the names of the options that differ between layers."""
-    return {key for own in (layer_options or {}).values() for key in own}
+                          for key in by_layer if key not in ("damping", "ema_decay"))]
 
 
 def is_due(interval: Interval, step: int, last: int | None) -> bool:

@@ -59,14 +59,6 @@ def unpacked_text(value: Any) -> str:
 
 def finite_tensor(value: Any, where: str) -> Tensor:
     """Return an entry of a state as a tensor of finite numbers, or raise OptimizerStateError."""
-    found = real_tensor(value, where)
-    if not bool(found.isfinite().all()):
-        raise OptimizerStateError(f"{where} has values that are not finite; load an earlier state.")
-    return found
-
-
-def real_tensor(value: Any, where: str) -> Tensor:
-    """Return an entry of a state as a tensor of real numbers, or raise OptimizerStateError."""
     try:
         # Torch would round a number of Python to float32.
         found = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -74,6 +66,8 @@ def real_tensor(value: Any, where: str) -> Tensor:
         raise OptimizerStateError(f"{where} is of type {type(value).__name__}, not a tensor; load a complete state.") from error
     if found.is_complex() or found.layout is not torch.strided or found.dtype == torch.bool:
         raise OptimizerStateError(f"{where} is {found.dtype} ({found.layout}), and must be real and dense.")
+    if not bool(found.isfinite().all()):
+        raise OptimizerStateError(f"{where} has values that are not finite; load an earlier state.")
     return found
 
 

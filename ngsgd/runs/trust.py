@@ -109,10 +109,7 @@ def require(model: Module, source: Path, run_id: str = "", *, trust: bool = Fals
 
 
 def require_run(folder: RunFolder, config: RunConfig, *, trust: bool = False, trains: bool = True) -> None:
-    """Call `require` for the imports of a run: its modules, and its initial model.
-
-    Without `trains`, the optimizer is not imported.
-    """
+    """Call `require` for the modules of a run (the optimizer's if it `trains`) and its model."""
     for name, module in modules_of(config).items():
         if trains or name != "optimizer":
             require(module, folder.config, folder.run_id, trust=trust)

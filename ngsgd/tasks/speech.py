@@ -18,7 +18,7 @@ from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import ConfigError
 from ngsgd.models.growing import Stage, StagedModel, Stages, network_at, set_stage
 from ngsgd.models.statistics import model_for
-from ngsgd.optim.layers.common import without_autocast
+from ngsgd.ops.tensors import without_autocast
 from ngsgd.schedules import DropoutSchedule, Schedule, Shard
 from ngsgd.sequence.archives import SequenceMinibatch, SequenceReader
 from ngsgd.sequence.objectives import Denominator, SequenceObjective

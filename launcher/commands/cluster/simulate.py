@@ -62,10 +62,7 @@ def argument_parser() -> Parser:
     parser = Parser("simulate", epilog=(
         "schedule.num_jobs_final is the number of workers. Equal settings and seeds give equal "
         "events. docs/simulate.md lists the real and the simulated parts."))
-    parser.declare({
-        "--json": f"{JSON}; progress goes to stderr",
-        "--quiet -q": "print incidents and the summary only",
-        **CONFIG})
+    parser.declare({"--json": f"{JSON}; progress goes to stderr", "--quiet -q": "print incidents and the summary only", **CONFIG})
     parser.declare({
         "--frames-per-s X": (20000.0, "frames per second of a worker"),
         "--sigma X": (0.05, "relative spread of the times of a worker's jobs, log-normal"),
@@ -127,8 +124,6 @@ class Summary:
 
 
 class _VirtualCluster:
-    """The simulated pool of a run, and its clock."""
-
     def __init__(self, options: argparse.Namespace, config: RunConfig) -> None:
         self._options, self._config = options, config
         self.num_parameters = 0

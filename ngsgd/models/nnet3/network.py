@@ -120,7 +120,15 @@ def rebuild(network: Network) -> Rebuilt:
     transform = None if fixed is None else torch.from_numpy(np.column_stack([fixed.weight, fixed.bias]))
     model = build_model(config, window.num_inputs, num_classes, seed=0, window=window,
                         statistics=DataStatistics(input_transform=transform))
-    state = _state_of(network, config)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for number, layer in enumerate(network.layers, start=1):
+        affine, norm = _names(config.kind, number, config.normalize)
+        arrays |= {f"{affine}.weight": layer.affine.weight, f"{affine}.bias": layer.affine.bias}
+        if layer.normalize == "batchnorm":
+            arrays |= {f"{norm}.running_mean": layer.mean, f"{norm}.running_var": layer.variance,
+                       f"{norm}.num_batches_tracked": np.array(layer.count, np.int64)}
+    arrays |= {"output.weight": network.output.weight, "output.bias": network.output.bias}
+    state = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if expected != {name: tuple(tensor.shape) for name, tensor in state.items()}:
         raise DataError("The layers of this nnet3 model do not fit together; check that the file is complete.")
@@ -162,15 +170,3 @@ def _config_of(network: Network) -> ModelConfig:
                        pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,  # type: ignore[arg-type]
                        tdnn_offsets=text if kind == "tdnn" else ModelConfig(kind).tdnn_offsets,
                        input_transform="none" if network.transform is None else "lda")
-
-
-def _state_of(network: Network, config: ModelConfig) -> dict[str, Tensor]:
-    found: dict[str, npt.NDArray[Any]] = {}
-    for number, layer in enumerate(network.layers, start=1):
-        affine, norm = _names(config.kind, number, config.normalize)
-        found |= {f"{affine}.weight": layer.affine.weight, f"{affine}.bias": layer.affine.bias}
-        if layer.normalize == "batchnorm":
-            found |= {f"{norm}.running_mean": layer.mean, f"{norm}.running_var": layer.variance,
-                      f"{norm}.num_batches_tracked": np.array(layer.count, np.int64)}
-    found |= {"output.weight": network.output.weight, "output.bias": network.output.bias}
-    return {name: torch.from_numpy(np.array(array)) for name, array in found.items()}

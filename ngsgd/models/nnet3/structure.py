@@ -152,19 +152,15 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
 _FIELDS = {"input-node": ("name", "dim"), "output-node": ("name", "input"), "component-node": ("name", "component", "input")}
 
 
-def _arguments(text: str) -> list[str]:
-    commas, depth = [-1], 0
+def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
+    """Return (node, offsets) of a descriptor such as Append(Offset(input, -1), input)."""
+    inside = re.fullmatch(r"Append\((.*)\)", descriptor)
+    text, commas, depth = inside[1] if inside else descriptor, [-1], 0
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if character == "," and not depth:
             commas.append(place)
-    return [text[first + 1:last] for first, last in itertools.pairwise([*commas, len(text)])]
-
-
-def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
-    """Return (node, offsets) of a descriptor such as Append(Offset(input, -1), input)."""
-    inside = re.fullmatch(r"Append\((.*)\)", descriptor)
-    parts = _arguments(inside[1] if inside else descriptor)
+    parts = [text[first + 1:last] for first, last in itertools.pairwise([*commas, len(text)])]
     found = [re.fullmatch(r"Offset\(\s*([\w.-]+)\s*,\s*(-?\d{1,4})\s*\)|([\w.-]+)", part.strip()) for part in parts]
     names = {match[1] or match[3] for match in found if match}
     if not all(found) or len(names) != 1:

@@ -125,24 +125,24 @@ class Packing:
         self.device, self.sums_columns = device, sums_columns
         self.num_sides = self.size = self.size_h = self.num_tiles = self.size_sums = 0
         for one in sides:
-            self._place(one)
+            L, N, D = len(one.places), one.num_rows, one.num_columns
+            size = -(-L * N * D // _ALIGNED) * _ALIGNED
+            placed = Placed(one, self.num_sides, self.size, self.size + size, self.size_h,
+                            self.num_tiles, self.size_sums)
+            self.placed.append(placed)
+            self.num_sides += L
+            self.size += size + -(-L * N * one.num_appended // _ALIGNED) * _ALIGNED
+            self.size_h += L * N * one.rank
+            self.num_tiles += L * placed.num_tiles
+            self.size_sums += L * placed.num_tiles * D if self.sums_columns else 0
         self.is_inner = any(one.num_inner > 1 for one in sides)
         self.max_rank = max(one.rank for one in sides)
         self._products: dict[tuple[bool, ...], Products] = {}
         self.number = next(_numbers)
         _by_number[self.number] = self
-        self.table = triton_kernels.upload(self._tiles(), device)
-
-    def _place(self, sides: Sides) -> None:
-        L, N, D = len(sides.places), sides.num_rows, sides.num_columns
-        size = -(-L * N * D // _ALIGNED) * _ALIGNED
-        placed = Placed(sides, self.num_sides, self.size, self.size + size, self.size_h, self.num_tiles, self.size_sums)
-        self.placed.append(placed)
-        self.num_sides += L
-        self.size += size + -(-L * N * sides.num_appended // _ALIGNED) * _ALIGNED
-        self.size_h += L * N * sides.rank
-        self.num_tiles += L * placed.num_tiles
-        self.size_sums += L * placed.num_tiles * D if self.sums_columns else 0
+        self.table = triton_kernels.upload(
+            [(tile * BLOCK_N, one.offset_sums + (index * one.num_tiles + tile) * one.sides.num_columns, *numbers)
+             for one, index, numbers in self._sides() for tile in range(one.num_tiles)], device)
 
     def _sides(self) -> Iterator[tuple[Placed, int, tuple[int, ...]]]:
         """Yield (group, number in it, numbers) of each side.
@@ -155,11 +155,6 @@ class Packing:
             for index, place in enumerate(places):
                 yield one, index, (one.offset + index * N * D, N, D, num_appended, one.offset_one + index * N, place,
                                    one.offset_h + index * N * R, R, K)
-
-    def _tiles(self) -> list[tuple[int, ...]]:
-        """Return for each tile: first row, first sum of columns, and the numbers of `_sides`."""
-        return [(tile * BLOCK_N, one.offset_sums + (index * one.num_tiles + tile) * one.sides.num_columns, *numbers)
-                for one, index, numbers in self._sides() for tile in range(one.num_tiles)]
 
     def products(self, moving: tuple[bool, ...]) -> Products:
         """Return the tables of the sides with an update in this minibatch."""
@@ -410,10 +405,7 @@ def row_products(X: Tensor, H: Tensor, squares_S: Tensor, J_LRD: Tensor, sum_sq_
 
 
 def sum_products(partials: Tensor, J_LRD: Tensor, table: Tensor) -> None:
-    """Sum the products of sides with many rows, of which `row_products` has computed partial sums.
-
-    Torch operations have computed complete sums.
-    """
+    """Sum the partial products that `row_products` has computed of sides with many rows."""
 
 
 triton_kernels.register("packed_rows", {

@@ -98,11 +98,7 @@ def reported_to(report: Callable[[str], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_torch_operations() -> Iterator[None]:
-    """Disable the C++ kernels inside the context, in all threads, if torch operations are
-    equivalent.
-
-    Processes that are started inside the context have none either.
-    """
+    """Use equivalent torch operations, not C++ kernels, in all threads and new processes."""
     was_set, before = _forbidden.is_set(), os.environ.get(VARIABLE)
     use_torch_operations()
     try:
@@ -147,10 +143,7 @@ def capability() -> str:
 
 @functools.cache
 def is_made_by(vendor: str) -> bool:
-    """Return whether the processor vendor is, for example, "GenuineIntel".
-
-    False if it is unknown.
-    """
+    """Return whether the processor vendor is, for example, "GenuineIntel"; False if unknown."""
     try:
         return vendor in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -429,14 +429,12 @@ class OnlineNaturalGradient:
             state = self.state
             assert state is not None
             self._state, self._gram_RR = state._replace(W_RD=state.W_RD.to(X_ND)), None
-        if isinstance(self._state, ops.FisherState) and self._should_be_polar(self._state):
+        is_wanted = self.update == "polar" or (self.update == "auto" and not X_ND.is_cpu)
+        # The first nonzero rows may lower the initial value, which the host does.
+        if is_wanted and isinstance(self._state, ops.FisherState) and not (
+                self.smoothing.is_relative and ops.is_initial(self._state, self.smoothing)):
             self._state = polar(self._state, self.smoothing)
         return self._state
-
-    def _should_be_polar(self, state: ops.FisherState) -> bool:
-        # The first nonzero rows may lower the initial value, which the host does.
-        return (self.update == "polar" or (self.update == "auto" and not state.W_RD.is_cpu)) and not (
-            self.smoothing.is_relative and ops.is_initial(state, self.smoothing))
 
     def start(self, X_ND: Tensor, one_N: Tensor | None, num_rows: Tensor | float, loss_scale: Tensor | float,
               total: Callable[[Tensor], object] = lambda own: own) -> None:

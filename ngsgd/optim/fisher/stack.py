@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import polar_update as ops
-from ngsgd.ops.natural_gradient import Smoothing
+from ngsgd.ops.natural_gradient import FisherState, Moments, Smoothing, UpdateProblem
 from ngsgd.ops.polar_update import PolarState
 from ngsgd.ops.tensors import DeviceNumbers
 
@@ -25,8 +25,8 @@ Number = Tensor | float
 _ALIGNED = 4
 
 
-class Member(Protocol):
-    """An estimate in polar form."""
+class Estimate(Protocol):
+    """What memory and queue use of `OnlineNaturalGradient`."""
 
     smoothing: Smoothing
 
@@ -39,6 +39,12 @@ class Member(Protocol):
 
     def has_state(self, state: PolarState) -> bool:
         """Return whether the estimate is this object."""
+
+    def problem(self, J_RD: Tensor, moments: Moments) -> UpdateProblem:
+        """Return the update of the current estimate in Kaldi's form by a minibatch."""
+
+    def updated(self, problem: UpdateProblem, state: FisherState) -> None:
+        """Replace the estimate in Kaldi's form by the result of an update."""
 
 
 class Shares(NamedTuple):
@@ -75,8 +81,8 @@ class FisherStack:
         estimates: in polar form, on one device.
     """
 
-    def __init__(self, estimates: Sequence[Member]) -> None:
-        by_dtype: dict[torch.dtype, dict[torch.Size, list[Member]]] = {}
+    def __init__(self, estimates: Sequence[Estimate]) -> None:
+        by_dtype: dict[torch.dtype, dict[torch.Size, list[Estimate]]] = {}
         for estimate in estimates:
             R_RD = estimate.polar_state.R_RD
             by_dtype.setdefault(R_RD.dtype, {}).setdefault(R_RD.shape, []).append(estimate)
@@ -107,34 +113,32 @@ class FisherStack:
             estimate.hold(view)
         self._places = {id(estimate): number for number, estimate in enumerate(self.members)}
 
-    def holds(self, estimates: Sequence[Member]) -> bool:
+    def holds(self, estimates: Sequence[Estimate]) -> bool:
         """Return whether these estimates are views of this memory."""
         places = [self._places.get(id(estimate)) for estimate in estimates]
         return all(place is not None and estimate.has_state(self._views[place])
                    for place, estimate in zip(places, estimates, strict=True))
 
-    def places_of(self, estimates: Sequence[Member], dtype: torch.dtype) -> tuple[tuple[int, ...], Stacked]:
+    def places_of(self, estimates: Sequence[Estimate], dtype: torch.dtype) -> tuple[tuple[int, ...], Stacked]:
         """Return the places of members of one dtype in their part of the stack, and the part."""
         part = next(part for part in self.parts if part.R_LRD.dtype == dtype)
         return tuple(self._places[id(estimate)] - part.first for estimate in estimates), part
 
-    def _part_of(self, place: int) -> Stacked:
-        return next(part for part in reversed(self.parts) if part.first <= place)
-
-    def record(self, estimate: Member, J_RD: Tensor, sum_sq: Number, shares: Shares) -> None:
+    def record(self, estimate: Estimate, J_RD: Tensor, sum_sq: Number, shares: Shares) -> None:
         """Keep the products of a minibatch until `update`."""
         place = self._places[id(estimate)]
         self._J_of(place).copy_(J_RD)
         self.sum_sq_L[place].copy_(torch.as_tensor(sum_sq, dtype=torch.float64))
         self.record_shares({estimate: shares})
 
-    def recorded(self, estimate: Member) -> tuple[Tensor, Tensor]:
+    def recorded(self, estimate: Estimate) -> tuple[Tensor, Tensor]:
         """Return copies of the products of a minibatch: J and tr X X^T."""
         place = self._places[id(estimate)]
         return self._J_of(place).clone(), self.sum_sq_L[place].clone()
 
     def _J_of(self, place: int) -> Tensor:  # noqa: N802
-        part, (R, D) = self._part_of(place), self._views[place].R_RD.shape
+        part = next(part for part in reversed(self.parts) if part.first <= place)
+        R, D = self._views[place].R_RD.shape
         return part.J_LRD[place - part.first, :R, :D]
 
     def record_shares(self, shares: Mapping[Any, Shares]) -> None:
@@ -146,10 +150,7 @@ class FisherStack:
 
     @torch.no_grad()
     def update(self, shares: Mapping[int, Shares]) -> None:
-        """Update the estimates with these ids by their recorded products.
-
-        A minibatch whose products are not finite, or without rows, has no effect.
-        """
+        """Update the estimates with these ids, except by products without rows or not finite."""
         rows = tuple(place for place, estimate in enumerate(self.members) if id(estimate) in shares)
         constants, chosen = self._constants_of(rows), _Rows(rows, len(self.members))
         shares_4L = self._shares(shares, chosen)

@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.optim.fisher.stack import FisherStack, Member, Shares, Stacked
-
-Number = Tensor | float
-
-
-class Estimate(Member, Protocol):
-    """An estimate in any form."""
-
-    def problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
-        """Return the update of the current estimate in Kaldi's form by a minibatch."""
-
-    def updated(self, problem: ops.UpdateProblem, state: ops.FisherState) -> None:
-        """Replace the estimate in Kaldi's form by the result of an update."""
+from ngsgd.optim.fisher.stack import Estimate, FisherStack, Number, Shares, Stacked
 
 
 class _PendingUpdate(NamedTuple):
@@ -183,7 +171,15 @@ class UpdateQueue:
         if self._shares or self._new:
             self._update_stack()
         self._ids = set()
-        _update_together([_Update(update.estimate, update.J_RD, update.moments()) for update in waiting])
+        # In Kaldi's form, estimates of one rank together; products that are not finite are skipped.
+        for turn in _in_turns([_Update(update.estimate, update.J_RD, update.moments()) for update in waiting]):
+            problems = [estimate.problem(J_RD, moments) for estimate, J_RD, moments in turn]
+            for (estimate, J_RD, _), problem, found in zip(turn, problems, ops.compute_updates(problems), strict=True):
+                # K may have overflowed.
+                (step,) = [found] if found is not None else ops.compute_updates(
+                    [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))])
+                if step is not None:
+                    estimate.updated(problem, ops.apply_update(problem.state, J_RD, step, estimate.smoothing))
 
     def _update_stack(self) -> None:
         if self._new:
@@ -212,18 +208,6 @@ class _Update(NamedTuple):
     estimate: Estimate
     J_RD: Tensor
     moments: ops.Moments
-
-
-def _update_together(updates: Sequence[_Update]) -> None:
-    """Update estimates in Kaldi's form, of one rank together; skip products that are not finite."""
-    for turn in _in_turns(updates):
-        problems = [estimate.problem(J_RD, moments) for estimate, J_RD, moments in turn]
-        for (estimate, J_RD, _), problem, found in zip(turn, problems, ops.compute_updates(problems), strict=True):
-            # K may have overflowed.
-            (step,) = [found] if found is not None else ops.compute_updates(
-                [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))])
-            if step is not None:
-                estimate.updated(problem, ops.apply_update(problem.state, J_RD, step, estimate.smoothing))
 
 
 def _in_turns(updates: Sequence[_Update]) -> Iterator[list[_Update]]:

@@ -63,10 +63,7 @@ def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def attach(layer: nn.Module, settings: FisherSettings, context: LayerContext) -> LayerPreconditioner | None:
-    """Change the class of `layer` in place.
-
-    Return None, without a change, if it has no natural gradient.
-    """
+    """Change the class of `layer` in place; None, unchanged, if it has no natural gradient."""
     kind = type(layer)
     # A layer of another optimizer is attached again without its state.
     plain_class = _PLAIN_CLASSES.get(kind, kind)
@@ -105,23 +102,18 @@ def bias_of(layer: Any) -> Any:
     return getattr(layer, "in_proj_bias" if isinstance(layer, nn.MultiheadAttention) else "bias", None)
 
 
-def detach(layer: nn.Module, context: LayerContext) -> None:
-    """Restore the plain layer, unless another optimizer owns it now."""
-    preconditioner = layer.__dict__.get("preconditioner")
-    if preconditioner is not None and preconditioner.context is context:
-        plain_class = _PLAIN_CLASSES.get(type(layer))
-        # Another tool, such as parametrizations, has changed the class since.
-        if plain_class is None:
-            preconditioner.weight = None
-            return
-        del layer.__dict__["preconditioner"]
-        layer.__class__ = plain_class
-
-
 def detach_all(layers: Mapping[str, nn.Module], context: LayerContext) -> None:
-    """Restore all layers of an optimizer."""
+    """Restore the plain layers of an optimizer, except those that another one owns now."""
     for layer in layers.values():
-        detach(layer, context)
+        preconditioner = layer.__dict__.get("preconditioner")
+        if preconditioner is None or preconditioner.context is not context:
+            continue
+        # Another tool, such as parametrizations, has changed the class since.
+        if (plain_class := _PLAIN_CLASSES.get(type(layer))) is None:
+            preconditioner.weight = None
+        else:
+            del layer.__dict__["preconditioner"]
+            layer.__class__ = plain_class
 
 
 def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSettings,

@@ -28,23 +28,14 @@ class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttent
 
     preconditioner: KroneckerPreconditioner
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        # Torch raises its own error for nested tensors.
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+                need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the same values as torch's forward."""
+        # Torch raises its own error for nested tensors.
         if not torch.is_grad_enabled() or is_plain_context(query) or query.is_nested:
-            return self.plain_forward(  # type: ignore[no-any-return]
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            return self.plain_forward(query, key, value, key_padding_mask,  # type: ignore[no-any-return]
+                                      need_weights, attn_mask, average_attn_weights, is_causal)
         is_causal, mask = _masks(self, query, key_padding_mask, attn_mask, need_weights, is_causal)
         q, k, v = (one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in self._projected(query, key, value))
         dropout, weights = self.dropout if self.training else 0.0, None
@@ -68,27 +59,18 @@ class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttent
             return list(affine(self, inputs[0], self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
         # All rows pass through one layer; unused outputs have zero derivatives.
         y = affine(self, torch.cat([x.flatten(0, 1) for x in inputs]), self.in_proj_weight, self.in_proj_bias)
-        parts = [
-            part.view(*x.shape[:2], -1).chunk(3, dim=-1)
-            for part, x in zip(y.split([x.shape[:2].numel() for x in inputs]), inputs, strict=True)
-        ]
+        parts = [part.view(*x.shape[:2], -1).chunk(3, dim=-1)
+                 for part, x in zip(y.split([x.shape[:2].numel() for x in inputs]), inputs, strict=True)]
         return [parts[0][0], parts[1][1], parts[-1][2]]
 
 
-def _masks(
-    layer: nn.MultiheadAttention,
-    query: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    need_weights: bool,
-    is_causal: bool,
-) -> tuple[bool, Tensor | None]:
+def _masks(layer: nn.MultiheadAttention, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None,
+           need_weights: bool, is_causal: bool) -> tuple[bool, Tensor | None]:
     """Return (whether the kernel is causal, what to add to the scores B x H x T x S)."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     key_padding_mask = functional._canonical_mask(
-        key_padding_mask, "key_padding_mask", functional._none_or_dtype(attn_mask), "attn_mask", query.dtype
-    )
+        key_padding_mask, "key_padding_mask", functional._none_or_dtype(attn_mask), "attn_mask", query.dtype)
     if is_causal and key_padding_mask is None and not need_weights:
         return True, None
     mask = functional._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, check_other=False)

@@ -50,10 +50,7 @@ class NaturalGradientLayer(nn.Module):
         return self.plain_class.forward(self, *inputs)
 
     def estimates_of(self, weight: Tensor) -> Any:
-        """Return the preconditioner of `weight`.
-
-        None for a replaced weight, as under `torch.func.functional_call`.
-        """
+        """Return the preconditioner of `weight`; None if torch.func.functional_call replaced it."""
         preconditioner = self.preconditioner
         preconditioner.context.queue.fork()
         preconditioner.context.note_ranks()
@@ -61,9 +58,7 @@ class NaturalGradientLayer(nn.Module):
 
 
 def is_plain_context(input: Any) -> bool:  # noqa: A002
-    """Return whether torch.export, fx, torch.jit.trace or torch.func traces or transforms the
-    forward pass.
-    """
+    """Return whether torch.export, fx, torch.jit.trace or torch.func sees the forward pass."""
     if torch.compiler.is_compiling():
         return bool(torch.compiler.is_exporting())
     return (torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0
@@ -104,10 +99,7 @@ def is_differentiated(ctx: Any) -> bool:
 
 
 def adds_to_grad(layer: LayerPreconditioner) -> bool:
-    """Return whether `weight.grad` is accumulated, for a layer in a compiled graph.
-
-    True in the first pass.
-    """
+    """Return whether `weight.grad` of a layer in a compiled graph is accumulated; True at first."""
     if layer.node is None:
         layer.needs_node = True
         return True

@@ -24,10 +24,11 @@ from torch import Tensor
 from ngsgd.ops.device import packed_rows
 from ngsgd.ops.device.packed_rows import Packing, Sides
 from ngsgd.ops.device.triton_kernels import Tables
+from ngsgd.ops.tensors import without_autocast
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Shares, Stacked
 from ngsgd.optim.layers.base import asked_for
-from ngsgd.optim.layers.common import LayerContext, LayerPreconditioner, upcast, without_autocast
+from ngsgd.optim.layers.common import LayerContext, LayerPreconditioner, upcast
 
 # Largest rank whose products fit into the fast memory of a GPU.
 _MOST_RANK = 256
@@ -141,10 +142,7 @@ class _Plan(NamedTuple):
 
 
 def leaves_of(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Leaves | None:
-    """Return the leaves of a layer that may take part.
-
-    None if its node must compute the gradient.
-    """
+    """Return the leaves of a layer that may take part; None if its node computes the gradient."""
     if x.is_cpu or layer is None or torch.compiler.is_compiling() or layer.context.ranks is not None:
         return None
     parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -71,10 +70,7 @@ class Ranks(NamedTuple):
 
 
 class Scratch:
-    """Buffers that the backward pass of a layer reuses.
-
-    Newly mapped pages cost more than the work on them.
-    """
+    """Buffers that backward passes reuse, because newly mapped pages cost more than their use."""
 
     def __init__(self) -> None:
         self._flat: dict[Any, Tensor] = {}
@@ -83,26 +79,20 @@ class Scratch:
         self._ones: dict[Any, Tensor] = {}
 
     def like(self, name: str, rows_ND: Tensor) -> Tensor:
-        """Return an uninitialized matrix of the shape of `rows_ND`.
-
-        The next call with this name overwrites it.
-        """
+        """Return an uninitialized matrix like `rows_ND`; the next call of its name fills it."""
         key = (name, rows_ND.shape, rows_ND.dtype, rows_ND.device)
         found: Tensor | None = self._shaped.get(key)
         if found is None:
-            found = self._shaped[key] = self._memory(name, rows_ND.numel(), rows_ND).view(rows_ND.shape)
+            size, place = rows_ND.numel(), (name, rows_ND.dtype, rows_ND.device)
+            flat = self._flat.get(place)
+            if flat is None or flat.numel() < size:
+                flat = self._flat[place] = rows_ND.new_empty(size)
+                # Views would keep the old buffers alive.
+                self._shaped.clear()
+            if len(self._shaped) >= _MANY_SHAPES:
+                self._shaped.clear()
+            found = self._shaped[key] = flat[:size].view(rows_ND.shape)
         return found
-
-    def _memory(self, name: str, size: int, like: Tensor) -> Tensor:
-        key = (name, like.dtype, like.device)
-        flat = self._flat.get(key)
-        if flat is None or flat.numel() < size:
-            flat = self._flat[key] = like.new_empty(size)
-            # Views would keep the old buffers alive.
-            self._shaped.clear()
-        if len(self._shaped) >= _MANY_SHAPES:
-            self._shaped.clear()
-        return flat[:size]
 
     def ones(self, rows_ND: Tensor) -> Tensor:
         """Return as many ones as there are rows; read-only."""
@@ -159,10 +149,7 @@ class LayerContext:
 
     @property
     def ranks(self) -> Ranks | None:
-        """The ranks that train one model together; None without any.
-
-        A pass outside of DistributedDataParallel does not end this: estimates must stay equal.
-        """
+        """The ranks with equal estimates, also in a pass outside of DDP; None without any."""
         module = None if self.module is None or not torch.distributed.is_initialized() else self.module()
         if module is None:
             return self.given_ranks
@@ -186,9 +173,7 @@ class LayerContext:
 
     def preconditioner(self, rank: int, dim: int, settings: FisherSettings, *,
                        num_minibatches_history: float = 0.0) -> OnlineNaturalGradient:
-        """Create a Fisher estimate for rows of dimension `dim`, with rank at most (dim + 1) / 2 as
-        in Kaldi.
-        """
+        """Create a Fisher estimate of rows of `dim`, of rank at most (dim + 1) / 2 as in Kaldi."""
         estimate = OnlineNaturalGradient(min(rank, (dim + 1) // 2), settings.update_period,
                                          settings.num_samples_history, num_minibatches_history, settings.alpha,
                                          schedule=settings.schedule, relative_floor=True, update=settings.update,
@@ -314,10 +299,7 @@ class LayerPreconditioner:
 
 
 def upcast(rows: Tensor) -> Tensor:
-    """Return rows in at least float32.
-
-    Half precision lacks digits for X - H W and range for squares.
-    """
+    """Return rows in at least float32: half precision lacks digits for X - H W, range for X^2."""
     return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
 
 
@@ -332,13 +314,6 @@ def compute_dtype(input: Tensor) -> torch.dtype | None:  # noqa: A002  the name 
 def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
     """Cast the tensors to `dtype`; unchanged if it is None."""
     return [tensor if tensor is None or dtype in (None, tensor.dtype) else tensor.to(dtype) for tensor in tensors]
-
-
-def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Keep GEMMs of Fisher estimates in float32 if backward is called inside autocast."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def mean_over_ranks(context: LayerContext, values: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
+from ngsgd.ops.tensors import without_autocast
 from ngsgd.optim.layers import convolution, linear, scale_offset
 from ngsgd.optim.layers.base import adds_to_grad
-from ngsgd.optim.layers.common import cast, layer_of, without_autocast
+from ngsgd.optim.layers.common import cast, layer_of
 
 
 def _note_ranks(number: Tensor) -> None:
@@ -48,10 +49,7 @@ def _scale_offset(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor
 
 def _register(name: str, forward: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor | None, Tensor | None]],
               input_gradient: Callable[..., Any]) -> None:
-    """Create `torch.ops.ngsgd.<name>`.
-
-    Gradients that are accumulated into `grad` are preconditioned.
-    """
+    """Create `torch.ops.ngsgd.<name>`; gradients accumulated into `grad` are preconditioned."""
     operator = torch.library.custom_op(f"ngsgd::{name}", forward, mutates_args=())
     operator.register_fake(forward)
 
@@ -66,11 +64,9 @@ def _register(name: str, forward: Callable[..., Tensor], gradients: Callable[...
 
     def fake(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
              has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
-        is_gain = name == "scale_offset"
-        return (
-            torch.empty_like(weight, memory_format=torch.contiguous_format),
-            weight.new_empty((weight.shape if is_gain else weight.shape[:1]) if has_bias else 0),
-        )
+        shape = weight.shape if name == "scale_offset" else weight.shape[:1]
+        return (torch.empty_like(weight, memory_format=torch.contiguous_format),
+                weight.new_empty(shape if has_bias else 0))
 
     gradients_operator = torch.library.custom_op(f"ngsgd::{name}_gradients", of_parameters, mutates_args=())
     gradients_operator.register_fake(fake)

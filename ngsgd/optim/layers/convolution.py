@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ngsgd.ops.tensors import without_autocast
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers import common
@@ -52,23 +53,14 @@ class Geometry(NamedTuple):
 
 
 class SplicedPreconditioner(KroneckerPreconditioner):
-    """Fisher estimates of spliced input frames and output-derivative frames of a Conv1d with one
-    group.
-    """
+    """Fisher estimates of spliced input frames and of derivative frames of an ungrouped Conv1d."""
 
     needs_plain_gradient = False
 
-    def gradient_of(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-        """Return (weight gradient O x C x K, bias gradient)."""
-        X_NI = splice(x, weight.shape[2], geometry)
-        dW_OI, db = self.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
-        return dW_OI.view(weight.shape), db
-
     def record(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry, leaves: Leaves) -> None:
         """Defer the gradient to the end of the backward pass (see `batched`)."""
-        self.context.batch.record(
-            self, splice(x, weight.shape[2], geometry), dY.transpose(1, 2).reshape(-1, dY.shape[1]), leaves
-        )
+        dY_NO = dY.transpose(1, 2).reshape(-1, dY.shape[1])
+        self.context.batch.record(self, splice(x, weight.shape[2], geometry), dY_NO, leaves)
 
 
 class ObservedTdnn(ObservedLinear, SplicedPreconditioner):
@@ -86,9 +78,8 @@ class FilterPreconditioner(common.LayerPreconditioner):
         assert dW is not None
         self.context.batch.record_filters(self, dY, dW, db, leaves)
 
-    def __init__(
-        self, context: common.LayerContext, num_columns: int, num_filters: int, has_bias: bool, settings: common.FisherSettings
-    ) -> None:
+    def __init__(self, context: common.LayerContext, num_columns: int, num_filters: int, has_bias: bool,
+                 settings: common.FisherSettings) -> None:
         def side(dim: int) -> Any:
             return context.preconditioner(_MAX_RANK, dim, settings, num_minibatches_history=_NUM_MINIBATCHES_HISTORY)
 
@@ -107,7 +98,6 @@ class FilterPreconditioner(common.LayerPreconditioner):
         return dW, db
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
-        """See the base class."""
         assert self.leaf.grad is not None
         own = self.bias.grad if self.bias is not None and self.bias.requires_grad else None
         # the averaged gradient of a sum is smaller than the sum
@@ -135,9 +125,7 @@ class FilterPreconditioner(common.LayerPreconditioner):
 
 
 def splice(x: Tensor, taps: int, geometry: Geometry) -> Tensor:
-    """Return the receptive fields of the output frames, (B T) x (C K), in the column order of the
-    weight.
-    """
+    """Return the receptive fields of output frames, (B T) x (C K), columns as in the weight."""
     (stride,), (padding,), (dilation,) = geometry.stride, geometry.padding, geometry.dilation
     padded = nn.functional.pad(x, (padding, padding)) if padding else x
     # B x C x T x K, a view
@@ -149,15 +137,9 @@ class _Convolution(torch.autograd.Function):
     """A convolution with the preconditioned gradient instead of the plain one."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: SplicedPreconditioner | FilterPreconditioner | None,
-        geometry: Geometry,
-        dtype: torch.dtype | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
+                layer: SplicedPreconditioner | FilterPreconditioner | None, geometry: Geometry,
+                dtype: torch.dtype | None) -> Tensor:
         ctx.layer, ctx.geometry, ctx.has_bias = layer, geometry, bias is not None
         ctx.leaves = leaves_of(x, weight, bias, layer)
         ctx.input_dtype = x.dtype
@@ -173,15 +155,14 @@ class _Convolution(torch.autograd.Function):
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
         needs_weight, is_added = asked_for(ctx, 1)
         is_added = not is_differentiated(ctx) and is_added
-        with common.without_autocast(dY.device.type):
+        with without_autocast(dY.device.type):
             if is_added and batches(ctx):
                 dX = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (needs_x, False, False))[0]
                 ctx.layer.record(x, dY, weight, ctx.geometry, ctx.leaves)
                 return None if dX is None else dX.to(ctx.input_dtype), None, None, None, None, None
             # A trainable bias with a frozen weight gets its plain gradient.
-            dX, dW, db = gradients(
-                ctx.layer if is_added else None, x, weight, dY, ctx.geometry, (needs_x, needs_weight, ctx.has_bias)
-            )
+            dX, dW, db = gradients(ctx.layer if is_added else None, x, weight, dY, ctx.geometry,
+                                   (needs_x, needs_weight, ctx.has_bias))
         return None if dX is None else dX.to(ctx.input_dtype), dW, db if needs_bias else None, None, None, None
 
 
@@ -191,42 +172,31 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry)
     return y
 
 
-def gradients(
-    layer: Any, x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the needed ones of (dX, dW, db).
-
-    Plain gradients if `layer`, a preconditioner, is None.
-    """
+def gradients(layer: Any, x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
+              wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the needed ones of (dX, dW, db); plain gradients without a preconditioner `layer`."""
     plain = layer is None or layer.needs_plain_gradient
     needs_x, needs_weight, has_bias = wanted
     dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain))
     if layer is not None:
         layer.begin_pass(dY, dY.numel() // dY.shape[1])
-        dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, geometry)
+        if plain:
+            dW, db = layer.gradient(dW, db)
+        else:
+            X_NI = splice(x, weight.shape[2], geometry)
+            dW, db = layer.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
+            dW = dW.view(weight.shape)
     return dX, dW, db
 
 
-def _plain_gradients(
-    x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
+                     wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return torch's own gradients of input, weight and bias."""
     if not any(wanted):
         return None, None, None
-    none = [0] * len(geometry.stride)
     dX, dW, db = torch.ops.aten.convolution_backward(
-        dY,
-        x,
-        weight,
-        [weight.shape[0]],
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        none,
-        geometry.groups,
-        list(wanted),
-    )
+        dY, x, weight, [weight.shape[0]], geometry.stride, geometry.padding, geometry.dilation, False,
+        [0] * len(geometry.stride), geometry.groups, list(wanted))
     return dX, dW, db
 
 
@@ -249,18 +219,11 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
         geometry = Geometry(self.stride, padding, self.dilation, self.groups)
         weight = self.weight
         if torch.compiler.is_compiling():
-            y: Tensor = torch.ops.ngsgd.convolution(
-                x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(), common.compute_dtype(input)
-            )
+            y: Tensor = torch.ops.ngsgd.convolution(x, weight, self.bias, self.preconditioner.number_tensor,
+                                                    geometry.flat(), common.compute_dtype(input))
         else:
-            y = _Convolution.apply(
-                x,
-                weight,
-                self.bias,
-                self.estimates_of(weight),  # type: ignore[no-untyped-call]
-                geometry,
-                common.compute_dtype(input),
-            )
+            y = _Convolution.apply(x, weight, self.bias, self.estimates_of(weight),  # type: ignore[no-untyped-call]
+                                   geometry, common.compute_dtype(input))
         return y if x.ndim == input.ndim else y.squeeze(0)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.ops import gemm
+from ngsgd.ops.tensors import without_autocast
 from ngsgd.optim.layers.base import OWNER, NaturalGradientLayer, asked_for, is_plain_context
-from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
+from ngsgd.optim.layers.common import cast, compute_dtype
 from ngsgd.optim.layers.linear import gradients
 
 

@@ -49,7 +49,10 @@ class KroneckerPreconditioner(LayerPreconditioner):
         dYhat_NO, output_scale, correction = self.find_output_rows(outputs, dY_NO, factors)
         memory = self.context.scratch.like("inputs", X_NI)
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=memory)
-        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, memory)
+        # Both may be overwritten.
+        Xhat_NI, one_hat_N, input_scale = (
+            (memory.copy_(X_NI), None if one_N is None else one_N.clone(), 1.0) if inputs is None
+            else inputs.preconditioned())
         scale = input_scale * output_scale
         if self.context.sums_row_products:
             self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, scale, loss_scale)
@@ -77,7 +80,6 @@ class KroneckerPreconditioner(LayerPreconditioner):
         return dW_OI, db_O if self.has_bias else None
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
-        """See the base class."""
         assert self.leaf.grad is not None
         plain_OI = upcast(self.leaf.grad.T if self.is_transposed else self.leaf.grad.flatten(1))
         if self.bias is not None and self.bias.requires_grad and self.bias.grad is not None:
@@ -112,9 +114,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         return dYhat_NO, scale, None
 
     def counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
-        """Return (input rows, appended column, number of rows), without zero-derivative rows if
-        requested.
-        """
+        """Return (input rows, appended column, their number), if requested no zero derivatives."""
         if not self.context.ignore_zero_rows:
             return X_NI, self.context.scratch.ones(X_NI) if self.has_bias else None, float(X_NI.shape[0])
         counts_N = (dY_NO != 0).any(dim=1).to(X_NI.dtype)
@@ -154,20 +154,9 @@ class ObservedLinear(KroneckerPreconditioner):
         return dW_OI, db_O
 
 
-def _input_rows(call: PreconditionContext | None, X_NI: Tensor, one_N: Tensor | None,
-                memory: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """Return (Xhat, its appended column, gamma); both may be overwritten."""
-    if call is not None:
-        return call.preconditioned()
-    return memory.copy_(X_NI), None if one_N is None else one_N.clone(), 1.0
-
-
 def is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
-    """Return whether, on a CPU, dY^T Xhat - W^T (H^T Xhat) costs less than forming dYhat = dY - H W
-    first.
-
-    Both sides omit a factor 2 R.
-    """
+    """Return whether dY^T Xhat - W^T (H^T Xhat) costs less than dYhat = dY - H W on a CPU."""
+    # Both sides omit a factor 2 R.
     return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
 
 
@@ -185,10 +174,7 @@ def without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, input
 
 def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, scale: Tensor | float,
              correction: PreconditionContext | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the (weight, bias) gradient.
-
-    With `correction`, dYhat is dY, and the correction is applied in R dimensions.
-    """
+    """Return the (weight, bias) gradient; a `correction` of dY itself is made in R dimensions."""
     # Scale before the conversion to half precision, to stay in its range.
     if dtype != Xhat_NI.dtype:
         dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)

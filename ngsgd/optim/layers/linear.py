@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.ops import gemm
+from ngsgd.ops.tensors import without_autocast
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import batches, leaves_of
-from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
+from ngsgd.optim.layers.common import cast, compute_dtype
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 
@@ -19,15 +20,8 @@ class _Affine(torch.autograd.Function):
 
     @staticmethod
     # A separate setup_context would cost 0.1 ms per call.
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: KroneckerPreconditioner | None,
-        dtype: torch.dtype | None,
-        is_transposed: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: KroneckerPreconditioner | None,
+                dtype: torch.dtype | None, is_transposed: bool) -> Tensor:
         ctx.layer, ctx.is_transposed = layer, is_transposed
         ctx.leaves = None if is_transposed else leaves_of(x, weight, bias, layer)
         ctx.input_dtype = x.dtype
@@ -52,13 +46,9 @@ class _Affine(torch.autograd.Function):
         return dX, dW.T if dW is not None and ctx.is_transposed else dW, db, None, None, None
 
 
-def gradients(
-    layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dW, db), None if not needed.
-
-    Plain without a layer, and for a bias with frozen weight.
-    """
+def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool,
+              needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the needed ones of (dW, db); plain without a layer, and db of a frozen weight."""
     dY_NO = gemm.rows_of(dY)
     if layer is None or not needs_weight:
         (X_NI,) = cast(dY.dtype, gemm.rows_of(x))
@@ -68,31 +58,21 @@ def gradients(
     return dW, db if needs_bias else None
 
 
-def affine(
-    layer: NaturalGradientLayer, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool = False
-) -> Tensor:
+def affine(layer: NaturalGradientLayer, x: Tensor, weight: Tensor, bias: Tensor | None, *,
+           is_transposed: bool = False) -> Tensor:
     """Return x W^T + b (or x W + b), with the natural gradient of `layer`, whose leaf is W."""
     y: Tensor
     if torch.compiler.is_compiling():
         y = torch.ops.ngsgd.linear(
-            x, weight.T if is_transposed else weight, bias, layer.preconditioner.number_tensor, [], compute_dtype(x)
-        )
+            x, weight.T if is_transposed else weight, bias, layer.preconditioner.number_tensor, [], compute_dtype(x))
     else:
-        y = _Affine.apply(
-            x,
-            weight,
-            bias,
-            layer.estimates_of(weight),
-            compute_dtype(x),  # type: ignore[no-untyped-call]
-            is_transposed,
-        )
+        y = _Affine.apply(x, weight, bias, layer.estimates_of(weight),  # type: ignore[no-untyped-call]
+                          compute_dtype(x), is_transposed)
     return y
 
 
 class NaturalGradientLinear(NaturalGradientLayer, nn.Linear):
-    """Replacement of an `nn.Linear` under `NGSGD`, with the same parameters, names and forward
-    pass.
-    """
+    """Replacement of an `nn.Linear` under `NGSGD`: the same parameters, names and forward pass."""
 
     preconditioner: KroneckerPreconditioner
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.ops.tensors import without_autocast
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import batches, leaves_of
-from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast, without_autocast
+from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
 
 # Up to this dimension, X^T X costs no more than the projections of all rows.
 _FEW_ELEMENTS = 32
@@ -31,10 +32,7 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         super().__init__(context, {name: context.preconditioner(settings.rank_in, dim, settings) for name in names})
 
     def gradient(self, name: str, x: Tensor, first: int, ndim: int) -> Tensor:
-        """Return the rescaled sum of the preconditioned rows.
-
-        The elements of a row lie along `ndim` dimensions of x from `first` on.
-        """
+        """Return the rescaled sum of preconditioned rows, `ndim` dimensions of x from `first`."""
         side: OnlineNaturalGradient = self.sides[name]
         if self.is_shared:
             rows_ND = _rows(x, first, ndim)
@@ -56,7 +54,6 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         return total_D
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
-        """See the base class."""
         for side, p in zip(self.sides.values(), (self.weight, self.bias), strict=False):
             if side in scales and p is not None and p.grad is not None and (factors := side.factors) is not None:
                 sum_D = upcast(p.grad).flatten()
@@ -80,9 +77,8 @@ class _ScaleOffset(torch.autograd.Function):
     """y = x * scale + offset; the parameters lie along `ndim` dimensions from `first` on."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor, offset: Tensor | None, layer: ScaleOffsetPreconditioner | None, first: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor | None, layer: ScaleOffsetPreconditioner | None,
+                first: int) -> Tensor:
         ctx.layer, ctx.first, ctx.is_cast = layer, first, False
         ctx.leaves = leaves_of(x, scale, offset, layer)
         ctx.save_for_backward(x, scale)
@@ -100,9 +96,8 @@ class _ScaleOffset(torch.autograd.Function):
                 num_inner = dY.shape[ctx.first + scale.ndim :].numel()
                 ctx.layer.context.batch.record_sums(ctx.layer, x, dY, ctx.leaves, num_inner)
                 return dX, None, None, None, None
-            d_scale, d_offset = gradients(
-                ctx.layer, x, scale, dY, ctx.first, (needs_scale, needs_offset), (scale_is_added, offset_is_added)
-            )
+            d_scale, d_offset = gradients(ctx.layer, x, scale, dY, ctx.first, (needs_scale, needs_offset),
+                                          (scale_is_added, offset_is_added))
         return dX, d_scale, d_offset, None, None
 
 
@@ -117,15 +112,8 @@ def input_gradient(x: Tensor, scale: Tensor, dY: Tensor, first: int) -> Tensor:
     return dY * _along(scale, x, first).to(dY.dtype)
 
 
-def gradients(
-    layer: ScaleOffsetPreconditioner | None,
-    x: Tensor,
-    scale: Tensor,
-    dY: Tensor,
-    first: int,
-    needed: tuple[bool, bool],
-    added: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
+def gradients(layer: ScaleOffsetPreconditioner | None, x: Tensor, scale: Tensor, dY: Tensor, first: int,
+              needed: tuple[bool, bool], added: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
     """Return the needed gradients of (scale, offset); those `added` to `grad` preconditioned."""
     if layer is not None and any(added):
         layer.begin_pass(dY, dY.numel() // scale.numel())
@@ -171,10 +159,8 @@ class NaturalGradientNorm(NaturalGradientLayer):
         if torch.compiler.is_compiling():
             y = torch.ops.ngsgd.scale_offset(normalized, weight, bias, self.preconditioner.number_tensor, [first], None)
         else:
-            estimates = self.estimates_of(weight)
-            y = _ScaleOffset.apply(  # type: ignore[no-untyped-call]
-                normalized, weight, bias, estimates, first
-            )
+            y = _ScaleOffset.apply(normalized, weight, bias, self.estimates_of(weight),  # type: ignore[no-untyped-call]
+                                   first)
         return y  # type: ignore[no-any-return]
 
 
@@ -217,16 +203,8 @@ class _NaturalGradientBatchNorm(NaturalGradientNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         is_used = not self.training or self.track_running_stats
         of_batch = self.training or (self.running_mean is None and self.running_var is None)
-        return nn.functional.batch_norm(
-            x,
-            self.running_mean if is_used else None,
-            self.running_var if is_used else None,
-            None,
-            None,
-            of_batch,
-            momentum,
-            self.eps,
-        )
+        return nn.functional.batch_norm(x, self.running_mean if is_used else None, self.running_var if is_used else None,
+                                        None, None, of_batch, momentum, self.eps)
 
 
 class NaturalGradientBatchNorm1d(_NaturalGradientBatchNorm, nn.BatchNorm1d):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,8 @@ from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers.common import LayerContext, LayerPreconditioner, Ranks, upcast
 
-
-class _Rows(NamedTuple):
-    """Rows of a pass with their appended column."""
-
-    X_ND: Tensor
-    one_N: Tensor | None
+# rows of a pass with their appended column
+_Rows = tuple[Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -91,7 +87,7 @@ class SharedPass:
         moments = self._moments.setdefault(side, _Moments())
         moments.num_rows = moments.num_rows + num_rows
         if keeps_rows or not side.has_begun:
-            moments.rows.append(_Rows(X_ND.detach(), one_N))
+            moments.rows.append((X_ND.detach(), one_N))
         if side.has_begun:
             moments.add(side, X_ND.detach(), one_N)
 
@@ -190,7 +186,7 @@ def _sum_row_products(layers: Sequence[LayerPreconditioner], moments: Mapping[On
 
 def _norms(rows: _Rows, side: OnlineNaturalGradient) -> Tensor:
     """Return the norms of preconditioned rows, before rescaling."""
-    X_ND, one_N = rows.X_ND.contiguous(), rows.one_N
+    X_ND, one_N = rows[0].contiguous(), rows[1]
     if side.has_begun:
         state = side.current(X_ND)
         projection = fisher_projection.project(X_ND, state.left_RD, one_N, right_RD=state.right_RD)

@@ -192,8 +192,7 @@ def _require_vector(vector: Any, what: str) -> None:
 
 
 def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array]) -> Pieces:
-    """Return the pieces in the order of the model; ValueError if one is missing or pieces overlap.
-    """
+    """Return the pieces in the order of the model; ValueError if one misfits or two overlap."""
     lengths = {len(vector) for vector in vectors}
     if len(lengths) > 1 or (pieces is None and lengths != {size}):
         raise ValueError(f"the vectors of the jobs have {sorted(lengths)} elements, the model {size}")

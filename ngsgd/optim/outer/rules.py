@@ -56,17 +56,13 @@ class OuterRule(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, float]:
-        """Return names and start values of the arrays stored next to "model".
-
-        They are unique to a kind of momentum.
-        """
+        """Return names, one for each kind of momentum, and start values of the arrays."""
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         """Return the factor by which momentum, once filled, multiplies a constant mean delta."""
 
     def coefficients(self, info: OuterInfo, last: Numbers) -> dict[str, float]:
-        """Return the numbers of this step; they are stored and passed to the next step as `last`.
-        """
+        """Return the numbers of this step, which are stored, and are `last` of the next step."""
 
     def broadcast(self, arrays: Arrays, last: Numbers) -> Array:
         """Return B from the state after a step with coefficients `last`."""
@@ -77,6 +73,10 @@ class OuterRule(Protocol):
 
 class _Rule:
     """Base class of rules whose jobs start from the model that is evaluated."""
+
+    def __post_init__(self) -> None:
+        # Called for dataclasses, which have settings.
+        check_fields(self)
 
     @property
     def buffers(self) -> Mapping[str, float]:
@@ -101,8 +101,7 @@ class Average(_Rule):
 
 
 class _BlockMomentum(_Rule):
-    """Blockwise model-update filtering: D = eta D + zeta G; W += D; B = W + eta D (Nesterov) or W.
-    """
+    """Blockwise model-update filtering: D = eta D + zeta G; W += D; B = W (+ eta D: Nesterov)."""
 
     zeta: float = 1.0
     nesterov: bool = True
@@ -135,9 +134,6 @@ class BlockMomentum(_BlockMomentum):
     zeta: float = 1.0        # block learning rate
     nesterov: bool = True
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         r"""Return zeta / (1 - eta)."""
         return self.zeta / (1.0 - self.eta)
@@ -157,9 +153,6 @@ class Bmuf(_BlockMomentum):
     """
 
     fixed_gain: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         """Return the gain, between 1 and num_jobs."""
@@ -182,9 +175,6 @@ class DiLoCo(_Rule):
     lr: float = 0.7
     momentum: float = 0.9
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def buffers(self) -> Mapping[str, float]:
         r"""Return the momentum buffer D."""
@@ -203,8 +193,7 @@ class DiLoCo(_Rule):
 
 @dataclass(frozen=True)
 class TakeMean(_Rule):
-    """Take the mean of data statistics under every rule; momentum could make a variance negative.
-    """
+    """Take the mean of data statistics: momentum could make a variance negative."""
 
     buffers_of_run: Mapping[str, float]
 

@@ -407,7 +407,7 @@ class Method(Combination):
         super().__post_init__()
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *problems_of(self.traits.axes), *self.at_least("rank", 0)]
+        found = [*super().problems(), *problems_of(self.traits.axes)]
         needs = self.representation == "low_rank" or (self.representation == "gram" and self.curvature not in FISHERS)
         if needs != bool(self.rank):
             found.append(f"rank is {self.rank}; {'give the number of vectors' if needs else 'remove it, it has no effect here'}.")

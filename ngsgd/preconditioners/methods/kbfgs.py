@@ -58,12 +58,6 @@ class KBFGS(FisherMethod):
     min_curvature: float = 0.2
     traits = TRAITS["kbfgs"]
 
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if not 0.0 < self.min_curvature < 1.0:
-            found.append(f"min_curvature is {self.min_curvature}; it must be above 0 and below 1.")
-        return found
-
     def __post_init__(self) -> None:
         super().__post_init__()
         # by weight: mean z and mean e of the first pass

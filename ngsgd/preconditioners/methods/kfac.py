@@ -47,9 +47,6 @@ class KFAC(Combination, FisherMethod):
     sharing: str = "expand"
     traits = TRAITS["kfac"]
 
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.choice("sharing", "expand", "reduce")]
-
     def measure(self, name: str, rows: Rows) -> State:
         found = {}
         for key, x_XD, scale in self._sides(rows):

@@ -48,7 +48,7 @@ class MFAC(Combination):
     traits = TRAITS["mfac"]
 
     def problems(self) -> list[str]:
-        return [*super().problems(), *self.at_least("rank", 1)]
+        return [*super().problems(), *([] if self.rank else ["rank is 0; give the number of vectors."])]
 
 
 class GGT(MFAC):

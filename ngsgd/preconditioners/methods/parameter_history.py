@@ -41,7 +41,7 @@ class LBFGS(Preconditioner):
     traits = TRAITS["lbfgs"]
 
     def problems(self) -> list[str]:
-        return [*super().problems(), *self.at_least("rank", 1)]
+        return [*super().problems(), *([] if self.rank else ["rank is 0; give the number of pairs."])]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         pairs = ("statistics.s?", "statistics.y?", "inverse.s?", "inverse.y?")
@@ -101,9 +101,7 @@ class Neumann(Preconditioner):
     traits = TRAITS["neumann"]
 
     def problems(self) -> list[str]:
-        found = [] if not self.layer_options else ["layer_options is set; all layers have one regularizer."]
-        return [*super().problems(), *found, *self.at_least("first_reset", 1), *self.at_least("attraction", 0),
-                *self.at_least("repulsion", 0)]
+        return [*super().problems(), *(["layer_options is set; all layers have one regularizer."] if self.layer_options else [])]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return {f"statistics.{key}": self.blocks.shape(name) for key in ("n", "v")}

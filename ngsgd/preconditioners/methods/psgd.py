@@ -52,12 +52,8 @@ class PSGD(SecondOrderMethod):
         return self.form == "full"
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *self.choice("form", "kronecker", "full")]
-        if not 0.0 < self.factor_lr < 1.0:
-            found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
-        if self.ema_decay:
-            found.append("ema_decay has no effect here: Q is updated by steps of factor_lr; remove it.")
-        return found
+        return [*super().problems(), *(["ema_decay has no effect here: Q is updated by steps of factor_lr; remove it."]
+                                       if self.ema_decay else [])]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         if self.is_joint:
@@ -76,7 +72,16 @@ class PSGD(SecondOrderMethod):
         if not all(bool(value.isfinite().all()) for value in h.values()):
             self.note_skipped()
         elif self.is_joint:
-            self._fit_full(v, h)
+            flat_v, flat_h = flat(v), flat(h)
+            require_small("the model", len(flat_v))
+            self.cover(sorted(v))
+            known = self.statistics.get(min(v))
+            Q_DD = known[_ALL] if known is not None else _identity(
+                flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5)
+            a_D = Q_DD @ flat_h
+            b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
+            self._move(Q_DD, torch.outer(a_D, a_D).addr_(b_D, b_D, alpha=-1))
+            self.statistics.put(min(v), {_ALL: Q_DD})
         else:
             # Layer by layer; free the pairs.
             for name in self.blocks.weights_of(v.keys()):
@@ -86,17 +91,6 @@ class PSGD(SecondOrderMethod):
                     v.pop(each, None)
                     h.pop(each, None)
                 self.statistics.put(name, fit(self.statistics.get(name), dX, dG))
-
-    def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
-        flat_v, flat_h = flat(v), flat(h)
-        require_small("the model", len(flat_v))
-        self.cover(sorted(v))
-        known = self.statistics.get(min(v))
-        Q_DD = _identity(flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5) if known is None else known[_ALL]
-        a_D = Q_DD @ flat_h
-        b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
-        self._move(Q_DD, torch.outer(a_D, a_D).addr_(b_D, b_D, alpha=-1))
-        self.statistics.put(min(v), {_ALL: Q_DD})
 
     def _kronecker(self, known: State | None, dX_OI: Tensor, dG_OI: Tensor) -> State:
         if known is None:

@@ -111,9 +111,6 @@ class MatrixFree(SecondOrderMethod):
 
     products: str = "ggn"
 
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.choice("products", "ggn", "hessian")]
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_products = 0     # products so far
@@ -168,10 +165,6 @@ class HessianFree(MatrixFree):
     cg_tolerance: float = 1e-3
     traits = TRAITS["hessian_free"]
 
-    def problems(self) -> list[str]:
-        found = [] if self.cg_tolerance > 0.0 else [f"cg_tolerance is {self.cg_tolerance}; it must be above 0."]
-        return [*super().problems(), *self.at_least("max_cg_steps", 1), *found]
-
     def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
         return conjugate_gradients(product, g_D, start_D=start_D, max_steps=self.max_cg_steps, tolerance=self.cg_tolerance)
 
@@ -188,9 +181,6 @@ class KSD(MatrixFree):
 
     dimension: int = 20
     traits = TRAITS["ksd"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.at_least("dimension", 1)]
 
     def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
         # its images have no eigenvalues
@@ -235,10 +225,6 @@ class LiSSA(MatrixFree):
     num_terms: int = 10
     scale: float = 10.0
     traits = TRAITS["lissa"]
-
-    def problems(self) -> list[str]:
-        found = [] if self.scale > 0.0 else [f"scale is {self.scale}; it must be above 0."]
-        return [*super().problems(), *self.at_least("num_terms", 1), *found]
 
     def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
         x_D = g_D / self.scale

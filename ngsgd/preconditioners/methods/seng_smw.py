@@ -125,9 +125,6 @@ class SENG(_FromRows):
     sketch: int = 0
     traits = TRAITS["seng"]
 
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.at_least("sketch", 0, ", where 0 is all")]
-
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
         gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))

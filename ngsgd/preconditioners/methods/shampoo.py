@@ -33,9 +33,6 @@ class _BlockMethod(Preconditioner):
 
     block_size: int = 1024
 
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.at_least("block_size", 1)]
-
     def _factor_shapes(self, name: str) -> dict[str, tuple[int, int]]:
         return {f"{index}.{k}": (length, length) for index, shape in enumerate(self._block_shapes(name))
                 for k, length in enumerate(shape)}
@@ -82,9 +79,6 @@ class Shampoo(_BlockMethod):
     damping: float = 1e-6
     history: str = "average"
     traits = TRAITS["shampoo"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.choice("history", "average", "sum")]
 
     def average_in(self, name: str, new: State) -> None:
         # Zero gradients start no estimate: the root of their factors would be arbitrarily large.
@@ -157,9 +151,6 @@ class SOAP(_BlockMethod):
     # Rounding noise of float32 would count as a gradient in float64.
     traits = TRAITS["soap"]
 
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.decay("momentum")]
-
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         factors = self._factor_shapes(name) if len(self.blocks.shape(name)) > 1 else {}
         moments = {f"inverse.{index}.{key}": shape for index, shape in enumerate(self._block_shapes(name)) for key in ("m", "v")}
@@ -185,17 +176,14 @@ class SOAP(_BlockMethod):
             self.statistics[name] = {key: L_DD.to(own) for key, L_DD in self.statistics[name].items()}
 
     def invert(self, name: str, known: State) -> State:
-        if (old := self.inverses.get(name)) is not None:
-            return self._tracked(known, old)
-        # the first basis and zero moments
-        p = self.blocks.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
-        moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._parts(p)) for key in ("m", "v")}
-        return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
-                "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}
-
-    @staticmethod
-    def _tracked(known: State, old: State) -> State:
-        """Return the basis and the moments after one power iteration."""
+        if (old := self.inverses.get(name)) is None:
+            # the first basis and zero moments
+            p = self.blocks.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
+            moments = {f"{index}.{key}": torch.zeros_like(block)
+                       for index, block in enumerate(self._parts(p)) for key in ("m", "v")}
+            return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
+                    "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}
+        # one power iteration
         found = dict(old)
         for key, L_DD in known.items():
             index, _, k = key.partition(".")

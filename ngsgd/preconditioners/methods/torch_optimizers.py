@@ -168,10 +168,8 @@ class Adam(TorchMethod):
     vector_optimizer: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *self.decay("momentum"), *self.at_least("weight_decay", 0)]
-        if self.layer_options:
-            found.append("layer_options is set; these methods have no settings of single layers.")
-        return found
+        return [*super().problems(), *(["layer_options is set; these methods have no settings of single layers."]
+                                       if self.layer_options else [])]
 
     def optimizers(self, copies: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
         return [self.vector_optimizer(copies, lr=lr, betas=(self.momentum, self.ema_decay), eps=self.damping,
@@ -212,9 +210,6 @@ class Muon(AdamW):
     weight_decay: float = 0.0
     orthogonal_steps: int = 5
     traits = TRAITS["muon"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *self.at_least("orthogonal_steps", 1)]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         shape = self.blocks.shape(name)
