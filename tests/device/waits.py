@@ -58,7 +58,7 @@ WAITS = (
     Wait("ngsgd/preconditioners/methods/kbfgs.py", "_with_inputs", 4, _LOOK,
          "a pair of zeros is skipped"),
     Wait("ngsgd/preconditioners/methods/kbfgs.py", "_norms", 8, _LOOK, "the step's length"),
-    Wait("ngsgd/preconditioners/methods/shampoo.py", "_tracked", 2, _INVERSE,
+    Wait("ngsgd/preconditioners/methods/shampoo.py", "invert", 2, _INVERSE,
          "QR decomposition"),
     Wait("ngsgd/preconditioners/methods/second_derivatives.py", "apply", 16, _EVERY,
          "the conjugate gradients stop by a test"),
