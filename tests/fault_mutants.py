@@ -147,7 +147,8 @@ MUTANTS = [
     FaultMutant("trackers_not_closed", RESUME, "                training.trackers.close(status)", "                pass"),
     FaultMutant("rate_not_from_progress", PLANNING, "lr * progress.lr_scale)", "lr)"),
     # bugs of an adversarial review, and four more of their kinds
-    FaultMutant("one_checkpoint_fewer", CHECKPOINT, "found[:-self.num_to_keep]", "found[:len(found) - max(1, self.num_to_keep - 1)]",
+    FaultMutant("one_checkpoint_fewer", CHECKPOINT, "found[:-self.num_to_keep]",
+                "found[:len(found) - max(1, self.num_to_keep - 1)]",
                 tests=(f"{TESTS}/storage/test_checkpoint.py",)),
     FaultMutant("replacement_not_synced", FILES, "            fsync(temporary)\n            temporary.rename(final)",
                 "            if not final.exists():\n                fsync(temporary)\n            temporary.rename(final)",
@@ -167,7 +168,7 @@ MUTANTS = [
     FaultMutant("quarantine_lost_at_resume", CHECKPOINT, "\"quarantined\": pieces_of(fields[\"quarantined\"])",
                 "\"quarantined\": ()", tests=(f"{TESTS}/storage/test_checkpoint.py",)),
     FaultMutant("bad_examples_lost_at_resume", CHECKPOINT, "tuple(fields[\"bad_examples\"])", "()",
-                tests=(f"{TESTS}/validation/test_bad_batches.py",)),
+                tests=(f"{TESTS}/validation/test_bad_batches.py", f"{TESTS}/validation/test_quarantine.py")),
     FaultMutant("snapshot_of_another_rate", SNAPSHOTS, "job.pieces, job.lr, job.lr_factor", "job.pieces, job.lr_factor",
                 tests=(f"{TESTS}/snapshots/test_continuation.py",)),
     FaultMutant("deadlines_not_restarted", DISPATCHER,
@@ -191,7 +192,8 @@ MUTANTS = [
                 "if now.fence != head.fence:", tests=("tests/object_storage/test_lease.py",)),
     FaultMutant("rate_quartered_after_a_roll_back", COORDINATOR, "lr_scale = before.progress.lr_scale / 2",
                 "lr_scale = before.progress.lr_scale / 4", tests=(f"{TESTS}/test_coordinator.py",)),
-    FaultMutant("jobs_kept_after_a_roll_back", COORDINATOR, "                self._job_init.forget()\n                ahead = None\n",
+    FaultMutant("jobs_kept_after_a_roll_back", COORDINATOR,
+                "                self._job_init.forget()\n                ahead = None\n",
                 "                ahead = None\n", tests=(f"{TESTS}/test_coordinator.py",)),
     FaultMutant("new_directory_not_synced", FILES, "            fsync(temporary)\n            place(temporary, final)",
                 "            place(temporary, final)", tests=("tests/test_files.py",))]

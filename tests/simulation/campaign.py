@@ -22,7 +22,7 @@ import torch
 from ngsgd.cluster.newborn import die_with_parent
 from tests.simulation import checks
 from tests.simulation.disk import SimulatedDisk
-from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker
+from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker, draw_lasting
 from tests.simulation.trial import Trial
 from tests.simulation.world import Fault
 
@@ -83,7 +83,7 @@ class Simulator:
         baseline = Trial(self._disk, scenario, ())
         baseline.run()
         # the next trial has the same folder
-        found = [f"without faults: {problem}" for problem in (*baseline.world.problems, *checks.false_alarms(baseline))]
+        found = [f"without faults: {problem}" for problem in checks.problems(baseline)]
         num_audited = checks.num_audited(baseline)
         faults = draw_faults(chance, baseline.world.counts, scenario)
         # separate, too
@@ -91,11 +91,12 @@ class Simulator:
         if not self._audits_all:
             scenario = scenario.audited(chance)
         faults += draw_faulty_worker(chance, scenario)
+        faults += draw_lasting(random.Random(f"lasting {seed}"), baseline.world.counts, scenario)
         numbers = range(len(faults)) if kept is None else [number for number in kept if number < len(faults)]
         lines: list[str] | None = [] if with_lines else None
         trial = Trial(self._disk, scenario, tuple(faults[number] for number in numbers), lines)
         trial.run()
-        return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial, baseline)),
+        return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial)),
                        trial.world.trace(), setting_of(scenario), len(trial.world.occurred), len(trial.lives),
                        num_audited + checks.num_audited(trial), self._audits_all, tuple(lines or ()))
 

@@ -94,6 +94,8 @@ class SimulatedDisk:
         """Keep only durable files and names."""
         assert self._record is not None
         content = self._record.state(kind)
+        for name in self._record.incomplete(content):
+            self.world.report(f"{os.path.basename(name)} was complete before a power cut, and is not after it")
         _remove_tree(self.root)
         _REAL["mkdir"](self.root)
         for name in sorted(content):

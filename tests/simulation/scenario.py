@@ -128,6 +128,9 @@ class Scenario:
 _COMPRESSED = 0.15
 # fraction of the runs that are audited, and of these that have a worker with faulty arithmetic
 _AUDITED, _FAULTY = 0.3, 0.4
+# fraction of the runs with an outer iteration that diverges, and with a shard that kills workers
+_DIVERGING, _POISONED = 0.25, 0.3
+_DIVERGED = ("diverged", "diverged silently")
 # factor of the length of fully audited runs
 _LONGER = 4.0
 _JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 2), ("preempt", 2), ("lost", 2),
@@ -169,6 +172,30 @@ def draw_faulty_worker(random: random.Random, scenario: Scenario) -> list[Fault]
     # two workers that agree with themselves end the run
     what = random.choice(("wrong bit", "wrong bits")) if num_workers > 2 else "wrong bits"
     return [Fault("worker", random.randrange(num_workers), what, float(random.randrange(100)))]
+
+
+def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw results and iterations that diverge, and a shard that kills its workers."""
+    found = []
+    num_jobs, failure = scenario.settings["schedule"]["num_jobs_final"], scenario.settings["failure"]
+    for _ in range(random.choice((0, 0, 0, 1, 2))):
+        found.append(Fault("job", random.randrange(counts["job"] + 1), random.choice(_DIVERGED)))
+    if random.random() < _DIVERGING:
+        # without a roll-back, each needs a new process
+        most = 2 if failure["on_divergence"] == "stop" else 3
+        found.append(Fault("iteration", random.randrange(counts["mean"] + 1), random.choice(_DIVERGED),
+                           float(random.randint(1, most))))
+    # enough workers must be left, and other shards in the same outer iteration
+    is_possible = scenario.policy != "drop" or scenario.settings["schedule"]["num_jobs_initial"] > 1
+    is_possible &= (failure["on_repeated_crash"] == "quarantine" and scenario.max_restarts != 3
+                   and num_jobs <= scenario.num_archives and scenario.settings["schedule"]["load_balancing"] == "none")
+    if is_possible and random.random() < _POISONED:
+        number = random.randrange(num_jobs, max(num_jobs, scenario.num_archives * scenario.shards_per_archive) + 1)
+        archive = number % scenario.num_archives
+        frame = (number // scenario.num_archives + archive + 1) % scenario.shards_per_archive
+        if number < scenario.num_archives * scenario.shards_per_archive:
+            found.append(Fault("shard", archive, "poison", float(frame)))
+    return found
 
 
 def _fault(random: random.Random, where: str, counts: Counter[str], scenario: Scenario) -> Fault:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from ngsgd.schedules import Shard
 from ngsgd.training.job import Job, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import SubsetScore
+from ngsgd.training.storage.ledger import piece_fields
 from ngsgd.training.task import Batch, BatchLoss, Evaluation, ShardGrid, Task
 from ngsgd.training.worker import initial_parameters
 
@@ -86,30 +87,39 @@ def train_job(job: Job, layout: FlatLayout, seed: int, num_minibatches: int, tas
     The result depends on every field of the job that may change a real result, except the attempt
     and the worker.
     """
-    x = initial_parameters(job.start, layout).copy()
-    start = x.copy()
-    estimate = np.float32(0.0)
-    if job.start.fisher is not None:
-        estimate = np.float32(job.start.fisher["first"]["W"][0])
-        x += np.float32(1e-3) * estimate
-    rate = np.float32(_LEARNING * min(1.0, 50.0 * job.lr) * (1.0 + 0.01 * job.progress))
-    targets, remainder = _targets(), []
+    start = initial_parameters(job.start, layout)
+    x, value = trained(start, job.start.fisher, job.lr, job.progress, list(map(piece_fields, job.pieces)), num_minibatches, seed,
+                       task)
+    remainder = []
     for piece in job.pieces:
         stop = task.num_batches(piece.shard, 1) if piece.stop is None else piece.stop
-        for minibatch in range(piece.first, stop):
+        done = min(num_minibatches, stop - piece.first)
+        num_minibatches -= done
+        if piece.first + done < stop:
+            remainder.append(WorkItem(piece.shard, piece.outer_iter, piece.job, piece.first + done, stop))
+    end = x - start if job.returns == "move" or job.start.codec else x
+    return end, tuple(remainder), value if job.keep_fisher else None
+
+
+def trained(start: Vector, fisher: Any, lr: float, progress: float, pieces: Sequence[Sequence[int | None]],
+            num_minibatches: int, seed: int, task: SimulatedTask) -> tuple[Vector, dict[str, Any]]:
+    """Return the parameters after some minibatches of work items, and the Fisher estimates."""
+    x = start.copy()
+    estimate = np.float32(0.0)
+    if fisher is not None:
+        estimate = np.float32(fisher["first"]["W"][0])
+        x += np.float32(1e-3) * estimate
+    rate = np.float32(_LEARNING * min(1.0, 50.0 * lr) * (1.0 + 0.01 * progress))
+    targets = _targets()
+    for archive, frame, outer_iter, job, first, stop in pieces:
+        assert archive is not None and frame is not None and outer_iter is not None and job is not None and first is not None
+        for minibatch in range(first, task.num_batches(Shard(archive, frame), 1) if stop is None else stop):
             if num_minibatches == 0:
-                remainder.append(WorkItem(piece.shard, piece.outer_iter, piece.job, minibatch, stop))
                 break
             num_minibatches -= 1
-            key = (((piece.shard.archive * 31 + piece.shard.frame) * 31 + piece.outer_iter) * 31
-                   + piece.job) * 31 + minibatch + seed
+            key = (((archive * 31 + frame) * 31 + outer_iter) * 31 + job) * 31 + minibatch + seed
             x += rate * (targets[1 + key % (_NUM_TARGETS - 1)] - x)
-    fisher = None
-    if job.keep_fisher:
-        value = np.array([estimate * np.float32(0.5) + x[0]], np.float32)
-        fisher = {"first": {"W": value, "t": 1}}
-    end = x - start if job.returns == "move" or job.start.codec else x
-    return end, tuple(remainder), fisher
+    return x, {"first": {"W": np.array([estimate * np.float32(0.5) + x[0]], np.float32), "t": 1}}
 
 
 def work_size(job: Job, task: SimulatedTask) -> int:
