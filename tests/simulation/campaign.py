@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ from ngsgd.cluster.newborn import die_with_parent
 from tests.simulation import checks
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker, draw_lasting
+from tests.simulation.stored import StoredTrial
 from tests.simulation.trial import Trial
 from tests.simulation.world import Fault
 
+# seeds per trial of a run in object storage
+_STORED_EVERY = 3
 # trials that shrinking may cost
 _MAX_SHRINK = 100
 # and seconds, after which the smallest failure so far is reported
@@ -71,7 +74,11 @@ class Simulator:
         """Run one seed, with all its faults or those with the given numbers."""
         with self._disk.installed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self._run(seed, kept, with_lines=with_lines)
+            verdict = self._run(seed, kept, with_lines=with_lines)
+        if seed % _STORED_EVERY:
+            return verdict
+        found = StoredTrial(seed, Path(f"{self._disk.root}-stored")).run()
+        return replace(verdict, problems=(*verdict.problems, *(f"object storage: {problem}" for problem in found)))
 
     def _run(self, seed: int, kept: Sequence[int] | None, *, with_lines: bool) -> Verdict:
         chance = random.Random(seed)
@@ -80,6 +87,7 @@ class Simulator:
             scenario = scenario.fully_audited()
         # separate, so that other seeds keep their settings and faults
         scenario = scenario.compressed(random.Random(f"delta {seed}"))
+        scenario = scenario.with_workers(random.Random(f"workers {seed}"))
         baseline = Trial(self._disk, scenario, ())
         baseline.run()
         # the next trial has the same folder

@@ -21,6 +21,7 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost,
 from ngsgd.training.parameter_deltas import compress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest, not_finite
+from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
 from tests.simulation.scenario import Scenario
 from tests.simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
@@ -82,6 +83,8 @@ class _Worker:
     is_retired: bool = False
     # makes no progress in its next job
     is_hung: bool = False
+    # (process, worker of the product)
+    production: tuple[int, Worker] | None = None
     is_quarantined: bool = False
 
 
@@ -106,6 +109,8 @@ class History:
     num_hangs: Counter[WorkItem] = field(default_factory=Counter)
     # (outer iteration, job, worker, digest) -> result
     altered: dict[tuple[int, int, int, str], Altered] = field(default_factory=dict)
+    # digest -> result of a production worker
+    trained: dict[str, Altered] = field(default_factory=dict)
     # outer iteration -> plans of it that were begun, as (pool, number of the plan)
     plans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -130,6 +135,8 @@ class FaultyPool:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._outcomes: list[Outcome] = []
+        # first work item of a job -> workers that died
+        self._crashes: Counter[WorkItem] = Counter()
         # (outer iteration, job, repetition) -> the attempt that the coordinator waits for
         self._current: dict[tuple[int, int, int], Job] = {}
         # (outer iteration, job, repetition) -> the result that the coordinator has
@@ -418,9 +425,28 @@ class FaultyPool:
             # dies after its message was sent
             self._after(2 * _LATENCY_S, self._for_process(worker, lambda: self._die(worker, "killed by SIGKILL")))
 
+    def _worked(self, worker: _Worker, running: _Running) -> JobResult:
+        """Run the job in a production worker."""
+        if worker.production is None or worker.production[0] != worker.process:
+            worker.production = worker.process, Worker(self.request.spec, worker.index)
+        job, done = running.job, itertools.count(1)
+        self.task.current = job.outer_iter, job.job
+        result = worker.production[1].run(job, should_stop=lambda: next(done) >= running.ends_after)
+        sent = SimulatedRef(result.sent.read())
+        own = None if result.own is None else sent if result.own.read() is sent.vector else SimulatedRef(result.own.read())
+        self._history.trained[f"{result.digest:016x}"] = Altered("", sent.vector.copy(), None if own is None else
+                                                                 own.vector.copy(), None)
+        result = replace(result, sent=sent, own=own, encoded=None, exact=(), seconds=result.num_minibatches * running.minibatch_s)
+        if altered := self._compute_wrongly(worker, running, sent.vector):
+            result = replace(result, digest=digest(sent.vector), objf=-10.0 if altered == "diverged" else result.objf)
+            self._note_altered(result, altered)
+        return result
+
     def _result(self, worker: _Worker, running: _Running) -> JobResult:
+        if self.scenario.has_workers:
+            return self._worked(worker, running)
         job = running.job
-        end, remainder, fisher = train_job(job, self.layout, self.scenario.seed, running.ends_after, self.task)
+        end, remainder, fisher = train_job(job, self.layout, running.ends_after, self.task)
         altered = self._compute_wrongly(worker, running, end)
         if not np.isfinite(end).all():
             self.world.report(f"job {job.job} of outer iteration {job.outer_iter} read memory that was released")
@@ -523,6 +549,11 @@ class FaultyPool:
             self._history.num_failures[job.pieces[0]] += 1
             self._history.num_hangs[job.pieces[0]] += outcome.from_outside
             self._last_failure[job.outer_iter, job.job] = job.attempt
+            self._crashes[job.pieces[0]] += outcome.worker_died and not outcome.from_outside
+            most, crashes = self.settings.failure.max_attempts, self._crashes[job.pieces[0]]
+            # a roll-back begins again
+            if crashes > most and not any(fault.what.startswith(("diverged", "not finite")) for fault in self.world.occurred):
+                self.world.report(f"{job.pieces[0]} killed {crashes} workers of one process, and failure.max_attempts is {most}")
         self._outcomes.append(outcome)
 
     def _poll_fault(self, fault: Fault) -> None:

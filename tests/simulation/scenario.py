@@ -36,6 +36,8 @@ class Scenario:
     job_states_interval: int = 1
     # of each worker in an hour; -1: no limit
     max_restarts: int = 60
+    # jobs run in production workers
+    has_workers: bool = False
     # output directory -> its configuration
     built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
 
@@ -90,6 +92,12 @@ class Scenario:
         changed = self._with("cluster", compression=random.choice(("int8", "sparse", "sparse")))
         return replace(changed, job_states_interval=random.choice((1, 1, 2, 5)))
 
+    def with_workers(self, random: random.Random) -> Scenario:
+        """Draw whether jobs run in production workers, which train with SGD."""
+        if random.random() >= _WITH_WORKERS:
+            return self
+        return replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, built={}, has_workers=True)
+
     def audited(self, random: random.Random) -> Scenario:
         """Draw whether and how often jobs are audited; other settings stay."""
         return self._with("failure", audit_every=random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0)
@@ -124,6 +132,8 @@ class Scenario:
         return bool(self.settings["schedule"]["load_balancing"] != "none" or self.settings["cluster"]["elastic"])
 
 
+# fraction of the runs in production workers
+_WITH_WORKERS = 0.1
 # fraction of the runs with compressed deltas
 _COMPRESSED = 0.15
 # fraction of the runs that are audited, and of these that have a worker with faulty arithmetic

@@ -72,7 +72,8 @@ class Trial:
     def __post_init__(self) -> None:
         self.world = World(self.faults, _LIMIT_S)
         self.world.lines = self.lines
-        self.task = SimulatedTask(self.scenario.num_archives, self.scenario.shards_per_archive, self.scenario.num_minibatches)
+        self.task = SimulatedTask(self.scenario.num_archives, self.scenario.shards_per_archive, self.scenario.num_minibatches,
+                                  self.scenario.seed)
         self.folder = self.runs / "trial-20260101-000000"
         self._configs: dict[str, RunConfig] = {}
         self._renamed: set[str] = set()
