@@ -20,7 +20,6 @@ from ngsgd.training.task import Task
 from ngsgd.training.validation.acceptance import HeldOutCheck, Verdicts, best_alone, judge, max_objf_gap, too_few
 from ngsgd.training.validation.checksums import is_finite
 from ngsgd.training.validation.plausibility import disagrees
-from ngsgd.training.worker import initial_parameters
 
 
 class Averager:
@@ -46,12 +45,12 @@ class Averager:
             return [], None
         self.held_out.begin(self.averaged.parameters(), self.task.growth.stage(state.plan.outer_iter))
         while True:
-            verdicts, error = self._step(state)
+            verdicts, error = self._step(state, before)
             if error:
                 return verdicts, error
             accepted = [result for result, reason in verdicts if not reason]
             try:
-                bad, error = self._check_average(state, accepted)
+                bad, error = self._check_average(state, before, accepted)
             except ResultsLost as lost:
                 self.averaged.restore(before)
                 self._run_again(state, lost)
@@ -71,7 +70,7 @@ class Averager:
                                   "again.")
         self.held_out.commit(objf)
 
-    def _check_average(self, state: OuterIterationState, accepted: Sequence[JobResult]
+    def _check_average(self, state: OuterIterationState, before: Checkpoint, accepted: Sequence[JobResult]
                        ) -> tuple[dict[int, str], DivergenceError | None]:
         """Score the new model; return reasons to reject results, or why it is not committed."""
         model = self.averaged.parameters()
@@ -79,7 +78,7 @@ class Averager:
         objf = self.held_out.score(model) if is_sound else -math.inf
         is_expensive = not all(result.sent.is_here for result in accepted)
         is_suspect = self.held_out.is_suspect(objf, is_expensive=is_expensive)
-        bad = self._bad_results(state, accepted) if is_suspect else {}
+        bad = self._bad_results(state, before, accepted) if is_suspect else {}
         failure = self.held_out.failure(objf)
         if bad:
             return bad, None
@@ -93,7 +92,7 @@ class Averager:
         self.held_out.commit(objf)
         return {}, None
 
-    def _step(self, state: OuterIterationState) -> tuple[Verdicts, NgsgdError | None]:
+    def _step(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
         """Step with the accepted results; return (verdicts, error if too few are accepted)."""
         while True:
             # in the order of the jobs, so that sums do not depend on arrival order
@@ -110,7 +109,7 @@ class Averager:
                 accepted = [result for result, reason in verdicts if not reason]
                 weights = [1.0]
             try:
-                if is_contested and (bad := self._bad_results(state, accepted)):
+                if is_contested and (bad := self._bad_results(state, before, accepted)):
                     state.rejection_reasons |= bad
                     continue
                 self.averaged.step(state.plan, self.job_init, accepted, weights, self.dispatcher.pool)
@@ -123,9 +122,11 @@ class Averager:
         self.dispatcher.take_back(state, lost.failures)
         self.dispatcher.finish(state, None, lambda: None)
 
-    def _bad_results(self, state: OuterIterationState, accepted: Sequence[JobResult]) -> dict[int, str]:
+    def _bad_results(self, state: OuterIterationState, before: Checkpoint, accepted: Sequence[JobResult]) -> dict[int, str]:
         """Score each result alone on held-out data and return reasons to reject, by job."""
-        scores = {result.job.job: self.held_out.score(self._parameters_of(result, state)) for result in accepted}
+        # the own start of a job may be freed, because its successor runs ahead
+        model = self.averaged.read_again(before).broadcast() if self.job_init.returns == "move" else state.model.read()
+        scores = {result.job.job: self.held_out.score(self._parameters_of(result, model)) for result in accepted}
         best = max(accepted, key=lambda result: scores[result.job.job])
         found = self.held_out.judge(scores)
         for result in accepted:
@@ -135,14 +136,14 @@ class Averager:
                               f"{scores[best.job.job]:.3f} of job {best.job.job}")
         return found
 
-    def _parameters_of(self, result: JobResult, state: OuterIterationState) -> Vector:
-        """Return all parameters at the end of a job: outside the fragment sent, of the model."""
+    def _parameters_of(self, result: JobResult, model: Vector) -> Vector:
+        """Return the model with this result alone: outside the fragment sent, that of `model`."""
         job, sent = result.job, result.sent.read()
         if job.returns == "move":
-            return initial_parameters(job.start, self.layout) + sent
+            return model + sent
         if job.send == (0, 1):
             return sent
-        parameters = state.model.read().copy()
+        parameters = model.copy()
         for target, source in self.layout.fragment(*job.send):
             parameters[target] = sent[source]
         return parameters
