@@ -94,8 +94,7 @@ class OuterIterationState:
     arrived_s: dict[int, float] = field(default_factory=dict)
     # job -> reason why its result is rejected
     rejection_reasons: dict[int, str] = field(default_factory=dict)
-    # jobs whose data are in quarantine; `skipped`: were before the job could run
-    without_data: set[int] = field(default_factory=set)
+    # jobs whose data were in quarantine before they could run
     skipped: set[int] = field(default_factory=set)
     deferred: list[WorkItem] = field(default_factory=list)
     quarantined: list[WorkItem] = field(default_factory=list)
@@ -379,8 +378,6 @@ class Dispatcher:
                  kind: FailureKind = FailureKind.UNKNOWN) -> None:
         self.ledger.settled_without(event, job, reason, kind)
         self.audits.give_up(job)
-        if event == "quarantined":
-            state.without_data.add(job.job)
         state.unsettled.discard(job.job)
 
     def _release(self, result: JobResult) -> None:

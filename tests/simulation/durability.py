@@ -90,10 +90,11 @@ class Disk:
             folder.names[one.name] = node
             if node.is_directory:
                 self._adopt(one, node)
-            else:
-                node.durable = one.read_bytes()
-                node.data = bytearray(node.durable)
-                self._by_inode[one.stat().st_ino] = node
+                continue
+            node.durable = one.read_bytes()
+            node.data = bytearray(node.durable)
+            self._by_inode[one.stat().st_ino] = node
+            self._placed[one.relative_to(self.root).as_posix()] = {node.durable}
         folder.durable_names = dict(folder.names)
         folder.journaled_names = dict(folder.names)
 

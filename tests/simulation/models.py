@@ -17,8 +17,6 @@ from tests.simulation.trial import Trial
 
 # rounding of some ten steps in float32, whose order and fused operations depend on the processor
 _TOLERANCE = 1e-5
-# objective of parameters that no check rejects
-_SOUND = -1.0
 
 
 def problems(trial: Trial) -> Iterator[str]:
@@ -74,8 +72,8 @@ def _job(trial: Trial, run: Recomputation, line: Line, start: Start) -> Trained:
         sent, own = result.sent, result.own
     elif line["digest"] != f"{digest(sent):016x}":
         found.append(f"the result of {where} does not follow from its start")
-    # a job that ran ahead may have started from a result that was rejected
-    if line["event"] == "rejected" and objective(x) > _SOUND:
+    # momentum and jobs that ran ahead may continue from a result that diverged
+    if line["event"] == "rejected" and not any(fault.what.startswith("diverged") for fault in trial.world.occurred):
         found.append(f"{where} was rejected ({line['reason']}), and its result was good")
     return Trained(sent, own, fisher if run.keeps_fisher else None, problems=found)
 

@@ -17,9 +17,10 @@ from ngsgd.errors import ClusterError, DamagedArchiveError
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer
 from ngsgd.pipeline.services import PoolRequest
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
-from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef, WorkItem
+from ngsgd.training.job import BadBatch, Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef, WorkItem
 from ngsgd.training.parameter_deltas import compress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.validation.bad_batches import INPUT
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
@@ -111,6 +112,8 @@ class History:
     altered: dict[tuple[int, int, int, str], Altered] = field(default_factory=dict)
     # digest -> result of a production worker
     trained: dict[str, Altered] = field(default_factory=dict)
+    # name -> outer iteration in which it was reported last
+    bad_examples: dict[str, int] = field(default_factory=dict)
     # outer iteration -> plans of it that were begun, as (pool, number of the plan)
     plans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -229,6 +232,10 @@ class FaultyPool:
         self.world.note("submit", *job.identity)
         if not job.repeat:
             self._on_submit(job)
+            known = {name for name, outer_iter in self._history.bad_examples.items()
+                     if outer_iter < job.outer_iter - self.settings.outer.overlap}
+            if known - set(job.excluded) and not any(fault.what == "lose results" for fault in self.world.occurred):
+                self.world.report(f"job {job.job} of outer iteration {job.outer_iter} does not omit {sorted(known)}")
             plans = self._history.plans.setdefault(job.outer_iter, [])
             if (plan := (id(self), job.plan)) not in plans:
                 plans.append(plan)
@@ -446,10 +453,13 @@ class FaultyPool:
         if self.scenario.has_workers:
             return self._worked(worker, running)
         job = running.job
-        end, remainder, fisher = train_job(job, self.layout, running.ends_after, self.task)
+        start, end, remainder, fisher = train_job(job, self.layout, running.ends_after, self.task)
         altered = self._compute_wrongly(worker, running, end)
         if not np.isfinite(end).all():
             self.world.report(f"job {job.job} of outer iteration {job.outer_iter} read memory that was released")
+        # a worker that diverged silently reports a good value
+        objf = -0.01 if altered == "diverged silently" else objective(end)
+        end = end - start if job.returns == "move" or job.start.codec else end
         pieces = self.layout.fragment(*job.send)
         own: SimulatedRef | None
         if job.start.codec is not None:
@@ -470,13 +480,20 @@ class FaultyPool:
             sent = SimulatedRef(part)
             own = SimulatedRef(end) if job.keep_own else None
         done = running.ends_after
-        # a worker that diverged silently reports a good value
-        objf = -0.01 if altered == "diverged silently" else objective(end)
         result = JobResult(job, worker.index, sent, digest(sent.read()), EXAMPLES * done, done, objf, 0.0,
                            done * running.minibatch_s, 0.0, 0.0, 0, own=own, fisher=fisher, remainder=remainder)
         if altered:
             self._note_altered(result, altered)
-        return result
+        return replace(result, bad_batches=self._bad_batches(job))
+
+    def _bad_batches(self, job: Job) -> tuple[BadBatch, ...]:
+        """Minibatches with the bad examples of the trial, unless the job omits them."""
+        bad = {f"example-{fault.at}": fault for fault in self.world.lasting("example")}
+        found = [(piece, name) for piece in job.pieces if (name := f"example-{piece.shard.archive}") in bad
+                 and name not in job.excluded]
+        for _, name in found:
+            self.world.occur(bad[name])
+        return tuple(BadBatch(piece.shard, piece.first, INPUT, (name,)) for piece, name in found)
 
     def _note_altered(self, result: JobResult, what: str) -> None:
         own = None if result.own is None else result.own.read().copy()
@@ -544,6 +561,8 @@ class FaultyPool:
             # the coordinator takes both for a failed attempt
             is_failed = bool(outcome.remainder) or digest(outcome.sent.read()) != outcome.digest
             self._history.num_failures[job.pieces[0]] += is_failed and not job.repeat
+            if not is_failed:
+                self._history.bad_examples |= {name: job.outer_iter for bad in outcome.bad_batches for name in bad.examples}
             self._refs |= {ref for ref in (outcome.sent, outcome.own) if isinstance(ref, SimulatedRef)}
         if isinstance(outcome, JobFailure) and not job.repeat:
             self._history.num_failures[job.pieces[0]] += 1

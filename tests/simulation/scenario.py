@@ -98,6 +98,12 @@ class Scenario:
             return self
         return replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, built={}, has_workers=True)
 
+    def with_bad_examples(self, random: random.Random) -> Scenario:
+        """Draw whether examples are quarantined; a job that is never counted reports none."""
+        if self.has_workers or self.policy != "retry" or random.random() >= _WITH_BAD_EXAMPLES:
+            return self
+        return self._with("failure", on_bad_batch="quarantine")
+
     def audited(self, random: random.Random) -> Scenario:
         """Draw whether and how often jobs are audited; other settings stay."""
         return self._with("failure", audit_every=random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0)
@@ -134,6 +140,8 @@ class Scenario:
 
 # fraction of the runs in production workers
 _WITH_WORKERS = 0.1
+# fraction of the runs with retries that have a bad example
+_WITH_BAD_EXAMPLES = 0.2
 # fraction of the runs with compressed deltas
 _COMPRESSED = 0.15
 # fraction of the runs that are audited, and of these that have a worker with faulty arithmetic
@@ -195,6 +203,8 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
         most = 2 if failure["on_divergence"] == "stop" else 3
         found.append(Fault("iteration", random.randrange(counts["mean"] + 1), random.choice(_DIVERGED),
                            float(random.randint(1, most))))
+    if failure.get("on_bad_batch") == "quarantine":
+        found.append(Fault("example", random.randrange(scenario.num_archives), "bad example"))
     # enough workers must be left, and other shards in the same outer iteration
     is_possible = scenario.policy != "drop" or scenario.settings["schedule"]["num_jobs_initial"] > 1
     is_possible &= (failure["on_repeated_crash"] == "quarantine" and scenario.max_restarts != 3

@@ -23,7 +23,6 @@ from ngsgd.object_storage.client import Version, WriteConflictError
 from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest, read_manifest
 from ngsgd.object_storage.lease import LEASE_S, Lease, LeaseClock, read_head
 from tests.simulation.machines import Machine, Machines
-from tests.simulation.world import Killed
 
 _LIMIT_S = 20_000.0
 # of a request: most are fast; the slowest is a renewal interval of a lease

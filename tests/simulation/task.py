@@ -36,7 +36,7 @@ class TinyModel(nn.Module):
 class SimulatedTask(Task):
     """Shards with a given number of minibatches; the optimum is known."""
 
-    starts_anywhere = True
+    starts_anywhere = names_examples = True
 
     def __init__(self, num_archives: int, shards_per_archive: int, num_minibatches: int, seed: int = 0) -> None:
         self.grid = ShardGrid(num_archives, shards_per_archive)
@@ -89,8 +89,8 @@ def _targets() -> Vector:
 
 
 def train_job(job: Job, layout: FlatLayout, num_minibatches: int, task: SimulatedTask
-              ) -> tuple[Vector, tuple[WorkItem, ...], dict[str, Any] | None]:
-    """Run the first minibatches of a job; return (end or delta, work left, Fisher estimates).
+              ) -> tuple[Vector, Vector, tuple[WorkItem, ...], dict[str, Any] | None]:
+    """Run the first minibatches of a job; return (start, end, work left, Fisher estimates).
 
     The result depends on every field of the job that may change a real result, except the attempt
     and the worker.
@@ -105,8 +105,7 @@ def train_job(job: Job, layout: FlatLayout, num_minibatches: int, task: Simulate
         num_minibatches -= done
         if piece.first + done < stop:
             remainder.append(WorkItem(piece.shard, piece.outer_iter, piece.job, piece.first + done, stop))
-    end = x - start if job.returns == "move" or job.start.codec else x
-    return end, tuple(remainder), value if job.keep_fisher else None
+    return start, x, tuple(remainder), value if job.keep_fisher else None
 
 
 def rate_of(lr: float, progress: float) -> float:

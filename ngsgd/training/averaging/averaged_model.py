@@ -78,6 +78,9 @@ class AveragedModel:
         """Return the state after a commit, whose arrays an outer step has changed since."""
         optimizer = self._new_optimizer(before)
         if before.model_sha256:
+            # the holder that replaced this process may have removed the checkpoint
+            if self.checkpoints.lock:
+                self.checkpoints.lock.require_held()
             path = self.checkpoints.directory / f"iter-{before.progress.outer_iter:06d}"
             optimizer.load_state_dict(self.checkpoints.load(path).outer_state())
         return optimizer

@@ -152,7 +152,7 @@ class Averager:
 # A job whose data were in quarantine before it could run is skipped. It is no evidence about the
 # workers or the model, so it does not count among the jobs of which half must be accepted. An outer
 # iteration without data is committed with an unchanged model, because a repetition would have no
-# data either. If no other data are left, the run ends. If several jobs put their data in quarantine
+# data either. If no other data are left, the run ends. If several shards are put in quarantine
 # at once and no other result is there, a shared cause is more likely, such as a lost mount. Nothing
 # is committed then, so that the data are tried again once the cause is removed.
 
@@ -161,11 +161,12 @@ _MAX_NAMED = 16
 
 
 def has_no_data(state: OuterIterationState, before: Progress) -> bool:
-    """Whether all data are in quarantine, those of at most one job since this outer iteration."""
-    num_tried = state.plan.num_jobs - len(state.skipped)
-    if len(state.without_data) < state.plan.num_jobs:
+    """Whether all data are in quarantine, at most one shard of them since this outer iteration."""
+    gone = state.avoided | {piece.shard for piece in state.quarantined}
+    if state.results or not all(any(piece.shard in gone for piece in pieces) for pieces in state.plan.work):
         return False
-    return not num_tried or (num_tried == 1 and before.frames_processed > 0)
+    tried = {pieces[0].shard for job, pieces in enumerate(state.plan.work) if job not in state.skipped}
+    return not tried or (len(tried) == 1 and before.frames_processed > 0)
 
 
 def message_without_data(state: OuterIterationState, schedule: Schedule) -> str:
