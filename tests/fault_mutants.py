@@ -25,6 +25,7 @@ import torch  # noqa: F401
 import yaml  # noqa: F401
 
 from tests import mutants
+from tests.generated_mutants import sample
 from tests.mutants import FAILED, REPOSITORY, BrokenRunError, Mutant, apply
 
 COORDINATOR = "ngsgd/training/coordinator.py"
@@ -205,26 +206,41 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="mutants (default: all)")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit for each mutant")
     parser.add_argument("--seeds", type=int, default=3000, help="limit for each mutant")
+    parser.add_argument("--generated", type=int, metavar="N", help="draw N mutants from the source instead (default: none)")
+    parser.add_argument("--seed", type=int, default=0, help="of the mutants that are drawn (default: 0)")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th mutant from the I-th (default: all)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="page whose table is replaced")
     options = parser.parse_args(arguments)
     first, step = map(int, options.part.split("/"))
-    chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names][first::step]
+    of_source = [FaultMutant(*one) for one in sample(options.generated or 0, options.seed)]
+    chosen = of_source or [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
     rows, survivors = [], []
-    for mutant in chosen:
+    for mutant in chosen[first::step]:
         began = time.monotonic()
-        output = found_by(mutant, options.seconds, options.seeds)
-        if "replay:" not in output and mutant.tests:
-            code, output = mutants.run(Mutant(*mutant[:4], mutant.tests), list(mutant.tests))
-            output = f"FAILED {output}" if code == FAILED else ""
+        output = _output(mutant, options.seconds, options.seeds)
         row = row_of(mutant, output, time.monotonic() - began)
         print(row, flush=True)
         rows.append(row)
         survivors += [mutant.name] if "not found" in row else []
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} found; not found: {', '.join(survivors) or 'none'}")
+    print(f"{len(rows) - len(survivors)} of {len(rows)} found; not found: {', '.join(survivors) or 'none'}")
     if options.write:
         write_table(options.write, rows)
     return int(len(survivors) > _MAX_SURVIVORS)
+
+
+def _output(mutant: FaultMutant, seconds: float, seeds: int) -> str:
+    """Output of the simulation or of the tests that found a mutant; empty if none did."""
+    try:
+        output = found_by(mutant, seconds, seeds)
+        if "replay:" in output or not mutant.tests:
+            return output
+        code, output = mutants.run(Mutant(*mutant[:4], mutant.tests), list(mutant.tests))
+    except BrokenRunError as error:
+        # a mutant of the source may not even run
+        if mutant in MUTANTS:
+            raise
+        return f"FAILED {error}"
+    return f"FAILED {output}" if code == FAILED else ""
 
 
 def found_by(mutant: FaultMutant, seconds: float, seeds: int) -> str:
@@ -263,7 +279,7 @@ def row_of(mutant: FaultMutant, output: str, seconds: float) -> str:
     about = f"| {mutant.name} | {Path(mutant.file).name} | {mutant.commit or 'never existed'} |"
     if output.startswith("FAILED "):
         test = re.search(r"^FAILED (tests/\S+)", output, re.MULTILINE)
-        return f"{about} test {test[1] if test else ''} | | | {seconds:.0f} |"
+        return f"{about} {f'test {test[1]}' if test else 'the code does not run'} | | | {seconds:.0f} |"
     if "replay:" not in output:
         return f"{about} not found | | | |"
     problem = re.search(r"^seed \d+ failed: (.*)", output, re.MULTILINE)

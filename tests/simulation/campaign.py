@@ -22,7 +22,7 @@ import torch
 from ngsgd.cluster.newborn import die_with_parent
 from tests.simulation import checks
 from tests.simulation.disk import SimulatedDisk
-from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker, draw_lasting
+from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker, draw_lasting, draw_rare
 from tests.simulation.stored import StoredTrial
 from tests.simulation.trial import Trial
 from tests.simulation.world import Fault
@@ -53,6 +53,8 @@ class Verdict:
     # audits of jobs with a verdict
     num_audited: int = 0
     audits_all: bool = False
+    # (fault, phase) that occurred together
+    covered: tuple[tuple[str, str], ...] = ()
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def replay(self) -> str:
@@ -100,6 +102,7 @@ class Simulator:
         if not self._audits_all:
             scenario = scenario.audited(chance)
         faults += draw_faulty_worker(chance, scenario)
+        faults += draw_rare(random.Random(f"rare {seed}"), baseline.world.phases, baseline.world.counts, scenario)
         faults += draw_lasting(random.Random(f"lasting {seed}"), baseline.world.counts, scenario)
         numbers = range(len(faults)) if kept is None else [number for number in kept if number < len(faults)]
         lines: list[str] | None = [] if with_lines else None
@@ -107,7 +110,8 @@ class Simulator:
         trial.run()
         return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial)),
                        trial.world.trace(), setting_of(scenario), len(trial.world.occurred), len(trial.lives),
-                       num_audited + checks.num_audited(trial), self._audits_all, tuple(lines or ()))
+                       num_audited + checks.num_audited(trial), self._audits_all, tuple(sorted(trial.world.covered)),
+                       tuple(lines or ()))
 
     def shrink(self, verdict: Verdict) -> Verdict:
         """Return the trial with the fewest faults that still has a problem."""

@@ -102,6 +102,9 @@ class Disk:
         """One operation."""
         handler = getattr(self, f"_{operation.kind}", None)
         if handler:
+            if operation.kind in ("write", "truncate", "extend"):
+                # it is changed in place, as a log is
+                self._placed.pop(Path(operation.path).relative_to(self.root).as_posix(), None)
             self._find_renamed(operation)
             handler(operation)
 
@@ -150,8 +153,6 @@ class Disk:
         data = self._by_inode[operation.inode].data
         data.extend(bytes(max(0, operation.offset - len(data))))
         data[operation.offset:operation.offset + len(operation.data)] = operation.data
-        # a log that a process once wrote again
-        self._placed.pop(Path(operation.path).relative_to(self.root).as_posix(), None)
 
     def _truncate(self, operation: Operation) -> None:
         node = self._by_inode[operation.inode]

@@ -183,6 +183,7 @@ class FaultyPool:
         for result in results:
             if digest(result.sent.read()) != result.digest:
                 self.world.report(f"a damaged result of outer iteration {result.job.outer_iter} was averaged")
+        self.world.phase = "averages"
         for fault in self._due("mean"):
             if fault.what == "lose results":
                 lost = results[:max(1, int(fault.value * len(results)))]
@@ -243,6 +244,9 @@ class FaultyPool:
             last = self._last_failure.pop((job.outer_iter, job.job), 0)
             if job.attempt <= last and self.settings.failure.on_divergence == "stop":
                 self.world.report(f"attempt {job.attempt} began after attempt {last} had failed")
+        number = len(self._history.plans.get(job.outer_iter, ()))
+        self.world.phase = ("audits" if job.repeat else "repeats an outer iteration" if number > 1 else
+                            "jobs run" if job.attempt == 1 else "repeats a job")
         self._num_allocated += 1
         self._begin(job, self._workers[worker])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -215,6 +215,17 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
         frame = (number // scenario.num_archives + archive + 1) % scenario.shards_per_archive
         if number < scenario.num_archives * scenario.shards_per_archive:
             found.append(Fault("shard", archive, "poison", float(frame)))
+    return found
+
+
+def draw_rare(random: random.Random, phases: Mapping[str, Sequence[str]], counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw faults with equal chances for all phases of the run without faults, however short."""
+    found = []
+    for _ in range(random.choice((0, 1, 1, 2))):
+        where = random.choice([where for where in ("job", "wait", "operation", "sync") if phases.get(where)])
+        phase = random.choice(sorted(set(phases[where])))
+        at = random.choice([number for number, one in enumerate(phases[where]) if one == phase])
+        found.append(replace(_fault(random, where, counts, scenario), at=at))
     return found
 
 

@@ -137,6 +137,7 @@ class Trial:
         self._note_writer()
         self.disk.new_process(host)
         self.world.note("process", life.number)
+        self.world.phase = "takes over" if self._is_nested else "resumes" if life.number else "begins"
         try:
             self._train(life)
         except NoProgressError:
