@@ -10,24 +10,25 @@ import hashlib
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from unittest.mock import patch
 
 from ngsgd import process_identity
-from ngsgd.errors import ObjectStorageError, RunLockedError
+from ngsgd.errors import CheckpointError, ObjectStorageError, RunLockedError
 from ngsgd.object_storage import folder as stored_folder
 from ngsgd.object_storage import lease as leases
 from ngsgd.object_storage.client import Version, WriteConflictError
 from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest, read_manifest
-from ngsgd.object_storage.lease import LEASE_S, Lease, LeaseClock, read_head
+from ngsgd.object_storage.lease import LEASE_S, Head, Lease, LeaseClock, read_head
 from tests.simulation.machines import Machine, Machines
 
 _LIMIT_S = 20_000.0
 # of a request: most are fast; the slowest is a renewal interval of a lease
 _SECONDS = (0.01,) * 12 + (0.5, 2.0, LEASE_S / 4)
 _COMMITS = 4
+_T = TypeVar("_T")
 
 
 class SimulatedStore:
@@ -79,7 +80,7 @@ class SimulatedStore:
         self.objects[key] = content, self._number
         return self._version(key)
 
-    def _request(self, effect: Callable[[], Any]) -> Any:
+    def _request(self, effect: Callable[[], _T]) -> _T:
         """Do something at a time within the request."""
         seconds = self._chance.choice(_SECONDS)
         share = self._chance.random()
@@ -97,8 +98,10 @@ class _Inline(Executor):
     def __init__(self, *_arguments: object) -> None:
         pass
 
-    def map(self, function: Callable[..., Any], *iterables: Any, **_more: Any) -> Iterator[Any]:
-        return iter([function(*arguments) for arguments in zip(*iterables, strict=False)])
+    def submit(self, function: Callable[..., _T], /, *arguments: Any, **named: Any) -> Future[_T]:
+        future = Future[_T]()
+        future.set_result(function(*arguments, **named))
+        return future
 
 
 class StoredTrial:
@@ -217,10 +220,11 @@ class StoredTrial:
         """Read the newest commit again and again; its objects must be there until two later ones."""
         for number in range(8):
             self.machines.sleep(self.chance.choice((0.1, 20.0, 60.0)))
-            path = self.root / f"{machine.name} {number}"
+            path, head = self.root / f"{machine.name} {number}", Head()
             try:
-                if newest_manifest(self.store) is None or (head := read_head(self.store)) is None:
+                if newest_manifest(self.store) is None:
                     continue
+                head = read_head(self.store) or head
                 manifest = read_manifest(self.store, head.manifest, head.manifest_sha256)
                 fetch(self.store, manifest, path)
                 self._compare(head.manifest, path, "read")
@@ -228,7 +232,7 @@ class StoredTrial:
                 later = self._number_of_commits_after(head.manifest) if "does not exist" in str(error) else 2
                 if later < 2:
                     self.problems.append(f"{machine.name} did not find an object, and {later} later commits were made: {error}")
-            except stored_folder.CheckpointError:
+            except CheckpointError:
                 # the manifest was removed by two later commits
                 if self._number_of_commits_after(head.manifest) < 2:
                     self.problems.append(f"{machine.name} did not find a manifest, and one later commit was made")
@@ -237,7 +241,8 @@ class StoredTrial:
         """Commits after a manifest, with one whose process has not seen the answer yet."""
         names = [name for name, _ in self.manifests]
         known = len(names) - 1 - names.index(manifest) if manifest in names else 0
-        now = leases.read_head(_Direct(self.store))
+        direct: Any = _Direct(self.store)
+        now = read_head(direct)
         return known + (now is not None and now.manifest not in (*names, manifest))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -45,20 +45,18 @@ class Averager:
             return [], None
         self.held_out.begin(self.averaged.parameters(), self.task.growth.stage(state.plan.outer_iter))
         while True:
-            verdicts, error = self._step(state, before)
-            if error:
-                return verdicts, error
-            accepted = [result for result, reason in verdicts if not reason]
             try:
-                bad, error = self._check_average(state, before, accepted)
+                verdicts, bad, error = self._step(state, before)
             except ResultsLost as lost:
+                # nothing of this outer iteration has been counted yet
                 self.averaged.restore(before)
-                self._run_again(state, lost)
+                self.dispatcher.take_back(state, lost.failures)
+                self.dispatcher.finish(state, None, lambda: None)
                 continue
             if not bad and not error:
                 return verdicts, None
             self.averaged.restore(before)
-            if error:
+            if not bad:
                 return verdicts, error
             state.rejection_reasons |= bad
 
@@ -70,57 +68,43 @@ class Averager:
                                   "again.")
         self.held_out.commit(objf)
 
+    def _step(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, Mapping[int, str], NgsgdError | None]:
+        """Step with the accepted results, and score the new model.
+
+        Returns (verdicts, reasons to reject results by job, why the model is not committed).
+        """
+        # in the order of the jobs, so that sums do not depend on arrival order
+        results = [state.results[job] for job in sorted(state.results)]
+        verdicts, is_contested = judge(results, state.rejection_reasons, self.held_out.tolerance, self.task.chance_objf,
+                                       self.layout)
+        accepted = [result for result, reason in verdicts if not reason]
+        if error := too_few(accepted, verdicts, state.plan, len(state.skipped)):
+            return verdicts, {}, error
+        if state.plan.keeps_best:
+            verdicts = best_alone(verdicts)
+            accepted = [result for result, reason in verdicts if not reason]
+        if is_contested and (bad := self._bad_results(state, before, accepted)):
+            return verdicts, bad, None
+        self.averaged.step(state.plan, self.job_init, accepted, [result.num_frames for result in accepted], self.dispatcher.pool)
+        return verdicts, *self._check_average(state, before, accepted)
+
     def _check_average(self, state: OuterIterationState, before: Checkpoint, accepted: Sequence[JobResult]
-                       ) -> tuple[dict[int, str], DivergenceError | None]:
+                       ) -> tuple[Mapping[int, str], DivergenceError | None]:
         """Score the new model; return reasons to reject results, or why it is not committed."""
-        model = self.averaged.parameters()
+        model, number = self.averaged.parameters(), state.plan.outer_iter + 1
         is_sound = is_finite(model)
         objf = self.held_out.score(model) if is_sound else -math.inf
         is_expensive = not all(result.sent.is_here for result in accepted)
-        is_suspect = self.held_out.is_suspect(objf, is_expensive=is_expensive)
-        bad = self._bad_results(state, before, accepted) if is_suspect else {}
-        failure = self.held_out.failure(objf)
-        if bad:
+        if self.held_out.is_suspect(objf, is_expensive=is_expensive) and (bad := self._bad_results(state, before, accepted)):
             return bad, None
-        number = state.plan.outer_iter + 1
         if not is_sound:
             return {}, DivergenceError(f"the model of outer iteration {number} is not finite, although the models of its jobs "
                                        f"are: outer.kind={self.averaged.settings.outer.kind} diverged; lower its gain and resume.")
-        if failure:
+        if failure := self.held_out.failure(objf):
             return {}, DivergenceError(f"the average of outer iteration {number} is not committed: {failure}, and no single "
                                        "result explains it; lower schedule.lr_initial and resume, or restart.")
         self.held_out.commit(objf)
         return {}, None
-
-    def _step(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
-        """Step with the accepted results; return (verdicts, error if too few are accepted)."""
-        while True:
-            # in the order of the jobs, so that sums do not depend on arrival order
-            results = [state.results[job] for job in sorted(state.results)]
-            verdicts, is_contested = judge(results, state.rejection_reasons, self.held_out.tolerance, self.task.chance_objf,
-                                           self.layout)
-            accepted = [result for result, reason in verdicts if not reason]
-            weights: list[float] = [result.num_frames for result in accepted]
-            error = too_few(accepted, verdicts, state.plan, len(state.skipped))
-            if error:
-                return verdicts, error
-            if state.plan.keeps_best:
-                verdicts = best_alone(verdicts)
-                accepted = [result for result, reason in verdicts if not reason]
-                weights = [1.0]
-            try:
-                if is_contested and (bad := self._bad_results(state, before, accepted)):
-                    state.rejection_reasons |= bad
-                    continue
-                self.averaged.step(state.plan, self.job_init, accepted, weights, self.dispatcher.pool)
-                return verdicts, None
-            except ResultsLost as lost:
-                # nothing of this outer iteration has been counted yet
-                self._run_again(state, lost)
-
-    def _run_again(self, state: OuterIterationState, lost: ResultsLost) -> None:
-        self.dispatcher.take_back(state, lost.failures)
-        self.dispatcher.finish(state, None, lambda: None)
 
     def _bad_results(self, state: OuterIterationState, before: Checkpoint, accepted: Sequence[JobResult]) -> dict[int, str]:
         """Score each result alone on held-out data and return reasons to reject, by job."""
