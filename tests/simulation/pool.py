@@ -558,7 +558,7 @@ class FaultyPool:
                     self.release(ref)
             if key not in self._delivered:
                 return
-        elif key not in self._delivered:
+        elif key not in self._delivered and self._current.get(key, job).plan == job.plan:
             return
         if is_current and isinstance(outcome, JobResult):
             self._delivered[key] = outcome

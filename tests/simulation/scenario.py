@@ -200,9 +200,12 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
         found.append(Fault("job", random.randrange(counts["job"] + 1), random.choice(_DIVERGED)))
     if random.random() < _DIVERGING:
         # without a roll-back, each needs a new process
-        most = 2 if failure["on_divergence"] == "stop" else 3
-        found.append(Fault("iteration", random.randrange(counts["mean"] + 1), random.choice(_DIVERGED),
-                           float(random.randint(1, most))))
+        most, outer_iter = 2 if failure["on_divergence"] == "stop" else 3, random.randrange(counts["mean"] + 1)
+        found.append(Fault("iteration", outer_iter, random.choice(_DIVERGED), float(random.randint(1, most))))
+        # results that arrive again after the roll-back
+        for job in range(num_jobs if random.random() < 0.5 else 0):
+            at = outer_iter * counts["job"] // max(1, counts["mean"]) + job
+            found.append(Fault("job", at, "duplicate", random.choice((0.5, 2.0))))
     if failure.get("on_bad_batch") == "quarantine":
         found.append(Fault("example", random.randrange(scenario.num_archives), "bad example"))
     # enough workers must be left, and other shards in the same outer iteration
