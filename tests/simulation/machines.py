@@ -20,7 +20,7 @@ _TICK_S = 0.05
 
 
 class Machine:
-    """A machine with its processes; a suspended one does nothing, and its clock goes on."""
+    """A machine with its processes; a suspended one does nothing while its clock runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name

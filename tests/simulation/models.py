@@ -15,7 +15,7 @@ from tests.recomputation import Line, Recomputation, Start, Trained, Vector
 from tests.simulation.task import EXAMPLES, objective, rate_of, trained
 from tests.simulation.trial import Trial
 
-# rounding of some ten steps in float32, whose order and fused operations depend on the processor
+# rounding of about ten steps in float32, whose order and fused operations depend on the processor
 _TOLERANCE = 1e-5
 
 

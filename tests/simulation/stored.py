@@ -217,7 +217,7 @@ class StoredTrial:
             self.problems.append(f"a process that began to {what} found another content of {manifest}")
 
     def _read(self, machine: Machine) -> None:
-        """Read the newest commit again and again; its objects must be there until two later ones."""
+        """Read the newest commit again and again; two later ones may remove its objects."""
         for number in range(8):
             self.machines.sleep(self.chance.choice((0.1, 20.0, 60.0)))
             path, head = self.root / f"{machine.name} {number}", Head()
