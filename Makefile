@@ -92,7 +92,7 @@ fault-simulation: $(STAMP)  ## 10,000 seeds of simulated faults in two processes
 fault-simulation-nightly: $(STAMP)  ## 50,000 seeds of simulated faults (45 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --processes 2 --seeds 50000 $(ARGS)
 
-fault-mutants: $(STAMP)  ## plant bugs in coordinator, ledger and checkpoints and let simulated faults find them (10 min)
+fault-mutants: $(STAMP)  ## plant bugs, which simulated faults or tests must find (30 min); ARGS="--generated 200" draws them from the source
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_mutants --write benchmarks/fault-mutants.md $(ARGS)
 
 reference: $(STAMP)  ## write the pages of docs/reference that are made from the code

@@ -1,9 +1,9 @@
-"""Whether the fault simulation finds planted bugs: `python -m tests.fault_mutants [NAME ...]`.
+"""Whether simulated faults or tests find planted bugs: `python -m tests.fault_mutants [NAME ...]`.
 
-Each mutant is one change of the coordinator, the dispatcher, the checkpoint store, the ledger, the
-run lock or the resumption. In a copy of the package the change is made, and
-`tests.simulation` runs seeds until one fails. Mutants with a commit are bugs
-that this commit fixed. `--write PAGE` replaces the table in a page of the documentation.
+Each mutant is one change of the product. In a copy of the package the change is made, and
+`tests.simulation` runs seeds until one fails. If none does, the tests of the mutant are run.
+Mutants with a commit are bugs that this commit fixed. `--write PAGE` replaces the table in a page
+of the documentation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import safetensors.torch  # noqa: F401
 import torch  # noqa: F401
 import yaml  # noqa: F401
 
-from tests.mutants import REPOSITORY, BrokenRunError, Mutant, apply
+from tests import mutants
+from tests.generated_mutants import sample
+from tests.mutants import FAILED, REPOSITORY, BrokenRunError, Mutant, apply
 
 COORDINATOR = "ngsgd/training/coordinator.py"
 DISPATCHER = "ngsgd/training/dispatcher.py"
@@ -38,6 +40,17 @@ RESUME = "ngsgd/pipeline/base_run.py"
 FOLDER = "ngsgd/runs/run_folder.py"
 AWAKE = "ngsgd/training/worker_wait.py"
 PLANNING = "ngsgd/training/planning.py"
+AVERAGER = "ngsgd/training/averaging/averager.py"
+MODEL = "ngsgd/training/averaging/averaged_model.py"
+WORKER = "ngsgd/training/worker.py"
+SNAPSHOTS = "ngsgd/training/snapshots/job_snapshots.py"
+AUDITS = "ngsgd/training/auditing/audits.py"
+SITES = "ngsgd/training/sites/site_average.py"
+OUTER = "ngsgd/optim/outer/optimizer.py"
+LEASE = "ngsgd/object_storage/lease.py"
+STORED = "ngsgd/object_storage/folder.py"
+
+TESTS = "tests/training"
 
 # two need rare combinations, and a loaded machine runs few seeds in the time
 _MAX_SURVIVORS = 4
@@ -53,6 +66,8 @@ class FaultMutant(NamedTuple):
     new: str
     # the commit that fixed this bug; empty: it never existed
     commit: str = ""
+    # tests that may find it if the simulation does not
+    tests: tuple[str, ...] = ()
 
 
 MUTANTS = [
@@ -131,7 +146,58 @@ MUTANTS = [
                 "            self._write({\"fence\": self.fence})"),
     FaultMutant("events_repeated", EVENTS, "        if self.has(record.outer_iter):\n            return\n", ""),
     FaultMutant("trackers_not_closed", RESUME, "                training.trackers.close(status)", "                pass"),
-    FaultMutant("rate_not_from_progress", PLANNING, "lr * progress.lr_scale)", "lr)")]
+    FaultMutant("rate_not_from_progress", PLANNING, "lr * progress.lr_scale)", "lr)"),
+    # bugs of an adversarial review, and four more of their kinds
+    FaultMutant("one_checkpoint_fewer", CHECKPOINT, "found[:-self.num_to_keep]",
+                "found[:len(found) - max(1, self.num_to_keep - 1)]",
+                tests=(f"{TESTS}/storage/test_checkpoint.py",)),
+    FaultMutant("replacement_not_synced", FILES, "            fsync(temporary)\n            temporary.rename(final)",
+                "            if not final.exists():\n                fsync(temporary)\n            temporary.rename(final)",
+                tests=("tests/test_files.py", f"{TESTS}/storage/test_checkpoint.py")),
+    FaultMutant("result_of_a_plan_before_a_roll_back", DISPATCHER, "if r.number == outcome.job.plan)",
+                "if r.plan.outer_iter == outcome.job.outer_iter)", tests=(f"{TESTS}/test_dispatch.py",)),
+    FaultMutant("lease_expires_early", LEASE, "while self._clock.now() - seen < lease_s:",
+                "while self._clock.now() - seen < lease_s / _RENEWALS_PER_LEASE:", tests=("tests/object_storage/test_lease.py",)),
+    FaultMutant("momentum_of_a_rejected_average", MODEL,
+                "        self.optimizer = self.read_again(before)\n",
+                "        self.optimizer.arrays[\"model\"][:] = self.read_again(before).arrays[\"model\"]\n",
+                tests=(f"{TESTS}/test_coordinator.py",)),
+    FaultMutant("seed_without_outer_iteration", WORKER, "[self.settings.seed, job.outer_iter, job.job, *own]",
+                "[self.settings.seed, job.job, *own]", tests=(f"{TESTS}/test_worker.py",)),
+    FaultMutant("equal_weights", AVERAGER, "[result.num_frames for result in accepted]", "[1.0 for result in accepted]",
+                tests=(f"{TESTS}/test_coordinator.py",)),
+    FaultMutant("quarantine_lost_at_resume", CHECKPOINT, "\"quarantined\": pieces_of(fields[\"quarantined\"])",
+                "\"quarantined\": ()", tests=(f"{TESTS}/storage/test_checkpoint.py",)),
+    FaultMutant("bad_examples_lost_at_resume", CHECKPOINT, "tuple(fields[\"bad_examples\"])", "()",
+                tests=(f"{TESTS}/validation/test_bad_batches.py", f"{TESTS}/validation/test_quarantine.py")),
+    FaultMutant("snapshot_of_another_rate", SNAPSHOTS, "job.pieces, job.lr, job.lr_factor", "job.pieces, job.lr_factor",
+                tests=(f"{TESTS}/snapshots/test_continuation.py",)),
+    FaultMutant("deadlines_not_restarted", DISPATCHER,
+                "            self._seen = {}\n        # the time of the round", "            pass\n        # the time of the round",
+                tests=(f"{TESTS}/test_dispatch.py",)),
+    FaultMutant("wrong_original_kept", AUDITS, "found.right, is_right=case.runs[0] in found.right)", "found.right, is_right=True)",
+                tests=(f"{TESTS}/auditing/test_comparison.py",)),
+    FaultMutant("objects_of_readers_deleted", STORED, "[key for key in self._unused if key not in used]",
+                "[*self._unused, *(self.manifest.keys() - used)]", tests=("tests/object_storage/test_folder.py",)),
+    FaultMutant("sites_of_equal_weight", SITES, "float(self.sites.counts[site])", "1.0",
+                tests=(f"{TESTS}/sites/test_site_average.py",)),
+    FaultMutant("duplicate_of_a_concluded_audit", AUDITS, "case.original is not None) or key in ended",
+                "case.original is not None)", tests=(f"{TESTS}/auditing/test_comparison.py",)),
+    FaultMutant("failed_attempts_forgotten", DISPATCHER, "                self._failures[piece] = num_failed\n", "",
+                tests=(f"{TESTS}/test_dispatch.py",)),
+    FaultMutant("elapsed_time_lost", COORDINATOR, "self.control.clock() - start.progress.elapsed_s", "self.control.clock()",
+                tests=(f"{TESTS}/test_coordinator.py",)),
+    FaultMutant("moving_average_of_the_initial_model", OUTER, "min(self.ema_decay, 1.0 - 1.0 / (info.outer_iter + 1))",
+                "self.ema_decay", tests=("tests/optim/test_outer.py",)),
+    FaultMutant("renewal_is_no_sign_of_life", LEASE, "if (now.fence, now.renewal) != (head.fence, head.renewal):",
+                "if now.fence != head.fence:", tests=("tests/object_storage/test_lease.py",)),
+    FaultMutant("rate_quartered_after_a_roll_back", COORDINATOR, "lr_scale = before.progress.lr_scale / 2",
+                "lr_scale = before.progress.lr_scale / 4", tests=(f"{TESTS}/test_coordinator.py",)),
+    FaultMutant("jobs_kept_after_a_roll_back", COORDINATOR,
+                "                self._job_init.forget()\n                ahead = None\n",
+                "                ahead = None\n", tests=(f"{TESTS}/test_coordinator.py",)),
+    FaultMutant("new_directory_not_synced", FILES, "            fsync(temporary)\n            place(temporary, final)",
+                "            place(temporary, final)", tests=("tests/test_files.py",))]
 
 
 def main(arguments: list[str]) -> int:
@@ -140,23 +206,41 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="mutants (default: all)")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit for each mutant")
     parser.add_argument("--seeds", type=int, default=3000, help="limit for each mutant")
+    parser.add_argument("--generated", type=int, metavar="N", help="draw N mutants from the source instead (default: none)")
+    parser.add_argument("--seed", type=int, default=0, help="of the mutants that are drawn (default: 0)")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th mutant from the I-th (default: all)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="page whose table is replaced")
     options = parser.parse_args(arguments)
     first, step = map(int, options.part.split("/"))
-    chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names][first::step]
+    of_source = [FaultMutant(*one) for one in sample(options.generated or 0, options.seed)]
+    chosen = of_source or [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
     rows, survivors = [], []
-    for mutant in chosen:
+    for mutant in chosen[first::step]:
         began = time.monotonic()
-        output = found_by(mutant, options.seconds, options.seeds)
+        output = _output(mutant, options.seconds, options.seeds)
         row = row_of(mutant, output, time.monotonic() - began)
         print(row, flush=True)
         rows.append(row)
-        survivors += [] if "replay:" in output else [mutant.name]
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} found; not found: {', '.join(survivors) or 'none'}")
+        survivors += [mutant.name] if "not found" in row else []
+    print(f"{len(rows) - len(survivors)} of {len(rows)} found; not found: {', '.join(survivors) or 'none'}")
     if options.write:
         write_table(options.write, rows)
     return int(len(survivors) > _MAX_SURVIVORS)
+
+
+def _output(mutant: FaultMutant, seconds: float, seeds: int) -> str:
+    """Output of the simulation or of the tests that found a mutant; empty if none did."""
+    try:
+        output = found_by(mutant, seconds, seeds)
+        if "replay:" in output or not mutant.tests:
+            return output
+        code, output = mutants.run(Mutant(*mutant[:4], mutant.tests), list(mutant.tests))
+    except BrokenRunError as error:
+        # a mutant of the source may not even run
+        if mutant in MUTANTS:
+            raise
+        return f"FAILED {error}"
+    return f"FAILED {output}" if code == FAILED else ""
 
 
 def found_by(mutant: FaultMutant, seconds: float, seeds: int) -> str:
@@ -193,8 +277,11 @@ def _simulate(copy: Path, output: Path, seconds: float, seeds: int) -> None:
 
 def row_of(mutant: FaultMutant, output: str, seconds: float) -> str:
     about = f"| {mutant.name} | {Path(mutant.file).name} | {mutant.commit or 'never existed'} |"
+    if output.startswith("FAILED "):
+        test = re.search(r"^FAILED (tests/\S+)", output, re.MULTILINE)
+        return f"{about} {f'test {test[1]}' if test else 'the code does not run'} | | | {seconds:.0f} |"
     if "replay:" not in output:
-        return f"{about} not found | | |"
+        return f"{about} not found | | | |"
     problem = re.search(r"^seed \d+ failed: (.*)", output, re.MULTILINE)
     faults = re.search(r"^  faults: (.*)", output, re.MULTILINE)
     replay = re.search(r"^  replay: python -m tests.simulation (.*)", output, re.MULTILINE)

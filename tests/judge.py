@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from ngsgd.files import read_json_lines
@@ -17,14 +18,14 @@ FINAL = Path("final/model.safetensors")
 NOT_COUNTED = ("rejected", "dropped", "quarantined", "deferred")
 
 
-def finished_run(run: Path, *, final: str = "", expected: str = "", of_two_processes: bool = False,
+def finished_run(run: Path, *, models: Sequence[str] | None = None, of_two_processes: bool = False,
                  keeps_temporary: bool = False) -> list[str]:
     """All problems of a run that was disturbed, resumed and finished.
 
     Args:
         run: its folder.
-        final: digest of its model.
-        expected: digest that the model must have. Default: "", any.
+        models: digests that the model must have after each commit. None: a recomputation of the
+            ledger is compared instead (tests/recomputation.py).
         of_two_processes: the ledger may hold lines of two processes for one outer iteration.
         keeps_temporary: a temporary file cannot be removed, or its writer may live.
     """
@@ -34,15 +35,22 @@ def finished_run(run: Path, *, final: str = "", expected: str = "", of_two_proce
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
     if of_two_processes:
         found = []
-    found += [*same_model(final, expected), *of_events(run / "events.jsonl", done, compares=not of_two_processes)]
+    found += [*of_events(run / "events.jsonl", done, compares=not of_two_processes)]
+    if models is not None:
+        found += same_models([str(one.commit["model"]) for one in done], models)
     found += [f"{name} is left" for name in ("process.json", "error.json") if (run / name).exists()]
     return found if keeps_temporary else [*found, *temporary_files(run)]
 
 
-def same_model(final: str, expected: str) -> list[str]:
-    if not expected or final == expected:
-        return []
-    return [f"the final model is {final[:12]}, without faults it is {expected[:12]}"]
+def committed_models(run: Path) -> list[str]:
+    """Digests of the models of all commits."""
+    return [str(one.commit["model"]) for one in read(run / "ledger.jsonl")]
+
+
+def same_models(found: Sequence[str], expected: Sequence[str]) -> list[str]:
+    """Compare the models of all commits with those of the run without faults."""
+    different = [number for number, (one, other) in enumerate(zip_longest(found, expected)) if one != other]
+    return [f"the models of outer iterations {different} of {len(expected)} differ from those without faults"] if different else []
 
 
 def of_events(path: Path, done: Sequence[OuterIterationLines], *, compares: bool = True) -> Iterator[str]:
@@ -61,6 +69,13 @@ def of_events(path: Path, done: Sequence[OuterIterationLines], *, compares: bool
             processed = event.get("examples_processed", event.get("frames_processed"))
             if (processed, event["num_accepted"]) != (one.commit["frames_processed"], len(one.accepted)):
                 yield f"events.jsonl and the ledger differ in outer iteration {one.outer_iter}"
+    lines = [event for event in events if event["event"] == "outer_iteration"]
+    for before, event in pairwise(lines):
+        for name in ("elapsed_s", "epoch", "examples_processed", "frames_processed"):
+            # an outer iteration that was repeated after a resumption may take less time
+            if compares and event.get(name, 0.0) < before.get(name, 0.0):
+                yield (f"{name} is {before[name]} in outer iteration {before['outer_iter']} and {event[name]} in "
+                       f"{event['outer_iter']}")
     if not any(event["event"] == "finished" for event in events):
         yield "events.jsonl has no line of the end"
 

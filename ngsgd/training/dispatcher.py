@@ -31,6 +31,7 @@ from ngsgd.training.records import Incident
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.snapshots.book import continued
 from ngsgd.training.storage.ledger import Ledger
+from ngsgd.training.validation.acceptance import MIN_ACCEPTED_FRACTION
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 from ngsgd.training.worker_wait import AwakeClock, WorkerWait
@@ -93,8 +94,7 @@ class OuterIterationState:
     arrived_s: dict[int, float] = field(default_factory=dict)
     # job -> reason why its result is rejected
     rejection_reasons: dict[int, str] = field(default_factory=dict)
-    # jobs whose data are in quarantine; `skipped`: were before the job could run
-    without_data: set[int] = field(default_factory=set)
+    # jobs whose data were in quarantine before they could run
     skipped: set[int] = field(default_factory=set)
     deferred: list[WorkItem] = field(default_factory=list)
     quarantined: list[WorkItem] = field(default_factory=list)
@@ -350,7 +350,9 @@ class Dispatcher:
         self.audits.redone[piece] += failure.kind is FailureKind.ASKED_TO_END
         num_failed = job.attempt + self._failures.get(piece, 0) - self.audits.redone[piece]
         hangs = self._hangs[piece] = self._hangs.get(piece, 0) + failure.from_outside
-        decision = decide(failure, num_failed - hangs, hangs, self.failure)
+        num_left = len(state.results) + len(state.unsettled) - 1
+        is_needed = num_left < MIN_ACCEPTED_FRACTION * (state.plan.num_jobs - len(state.skipped))
+        decision = decide(failure, num_failed - hangs, hangs, self.failure, is_needed=is_needed)
         message = (f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason}) during job "
                    f"{job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}; "
                    f"{decision.consequence}{failure.last_words}.")
@@ -376,8 +378,6 @@ class Dispatcher:
                  kind: FailureKind = FailureKind.UNKNOWN) -> None:
         self.ledger.settled_without(event, job, reason, kind)
         self.audits.give_up(job)
-        if event == "quarantined":
-            state.without_data.add(job.job)
         state.unsettled.discard(job.job)
 
     def _release(self, result: JobResult) -> None:
@@ -396,7 +396,7 @@ class Decision:
     consequence: str
 
 
-def decide(failure: JobFailure, tries: int, hangs: int, policy: FailureConfig) -> Decision:
+def decide(failure: JobFailure, tries: int, hangs: int, policy: FailureConfig, *, is_needed: bool = False) -> Decision:
     """Decide about the data of a failed attempt.
 
     Args:
@@ -405,6 +405,7 @@ def decide(failure: JobFailure, tries: int, hangs: int, policy: FailureConfig) -
         hangs: attempts that ended because the coordinator killed the worker. They are no evidence
             against the data, and never quarantine them.
         policy: settings.
+        is_needed: without it too few results would be left, and the run would end.
     """
     shard, stops = failure.job.shard, policy.on_repeated_crash == "stop"
     where = f"archive {shard.archive}, frame {shard.frame}"
@@ -425,7 +426,7 @@ def decide(failure: JobFailure, tries: int, hangs: int, policy: FailureConfig) -
         return Decision("quarantined", "shard_quarantined", f"{where} crashed {counted(tries, 'worker')} and is quarantined for "
                                                             "the rest of this run")
     incident = "worker_died" if failure.worker_died else "job_failed"
-    if policy.policy == "retry":
+    if policy.policy == "retry" or is_needed:
         return Decision("retried", incident, "its shard is retried")
     if policy.policy == "defer":
         return Decision("deferred", incident, "its shard is deferred to the next outer iteration")

@@ -36,7 +36,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.audit import audit
 from tests import judge
-from tests.chaos.invariants import Surroundings, final_hash
+from tests.chaos.invariants import Surroundings
 from tests.chaos.steady import SteadyWorker
 from tests.toy import Recorder, Run, config
 
@@ -219,7 +219,7 @@ def soak(plan: Plan, folder: Path) -> Report:
     found += audit(run.ledger_path) + around.problems(run.folder)
     found += judge.not_counted(run.ledger_path)
     whole = undisturbed(run.config, folder / "whole", len(times.commits))
-    found += judge.same_model(final_hash(run), final_hash(whole))
+    found += judge.same_models(judge.committed_models(run.folder), judge.committed_models(whole.folder))
     reasons = Counter(re.sub(r"^process \d+ ", "", line["reason"])
                       for line in read_json_lines(run.ledger_path) if line["event"] == "failed")
     kinds = Counter(kind for kind, _ in luck.faults)

@@ -45,7 +45,7 @@ from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.event_log import read_events
 from tests import judge
 from tests.chaos import soak
-from tests.chaos.invariants import TAG, Surroundings, final_hash
+from tests.chaos.invariants import TAG, Surroundings
 from tests.chaos.recorded import RecordedRun
 from tests.chaos.steady import MarkingWorker, mark_of
 
@@ -216,7 +216,7 @@ def storm_of(plan: soak.Plan, folder: Path, num_faults: int, command: Sequence[s
     if [event["outer_iter"] for event in events] != list(range(len(events))):
         report.problems.append("events.jsonl does not have each outer iteration once")
     whole = soak.undisturbed(run.config, folder / "whole", len(events))
-    report.problems += judge.same_model(final_hash(run), final_hash(whole))
+    report.problems += judge.same_models(judge.committed_models(run.folder), judge.committed_models(whole.folder))
     return report
 
 

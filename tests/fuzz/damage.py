@@ -119,7 +119,7 @@ def _commands(base: str, file: str) -> tuple[str, ...]:
 def _call(bench: Bench, command: str) -> Outcome:
     run = str(bench.stage.run)
     words = {"evaluate": ["evaluate", run, "--json"], "decode": ["decode", run, "--json"],
-             "evaluate-2": ["evaluate", run, "--json", "--outer-iter", str(bench.expected.num_commits)],
+             "evaluate-2": ["evaluate", run, "--json", "--outer-iter", str(len(bench.expected.models))],
              "export": ["export", run, "-o", str(bench.export)]}
     remove(bench.export)
     chosen_words = words.get(command, [command, run])

@@ -89,6 +89,32 @@ def test_a_renewed_lease_is_not_taken(store: Faulty) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("tick_s", [-1.0, 0.0, 1.0])
+def test_a_lease_renewed_around_its_end_has_one_holder(store: Faulty, tick_s: float) -> None:
+    time, old = Time(), Lease(store, "train")
+    old.acquire()
+    new = Lease(store, "resume", clock=time.clock())
+    renewals = []
+
+    def renew() -> None:
+        with contextlib.suppress(RunLockedError):
+            old.renew()
+            renewals.append(time.now_s)
+    time.at = {old.duration_s + tick_s: renew}
+    if tick_s > 0.0:
+        new.acquire()
+        time.sleep(2.0 * tick_s)
+    else:
+        with pytest.raises(RunLockedError):
+            new.acquire()
+    assert len(renewals) == (tick_s <= 0.0)
+    head = read_head(store)
+    assert head and head.fence == (1 if renewals else 2)
+    for one in (old, new):
+        one.release()
+
+
+@pytest.mark.usefixtures("elsewhere")
 def test_an_expired_lease_is_taken_and_its_holder_ends_with_a_message(store: Faulty) -> None:
     old, new = Lease(store, "train"), Lease(store, "resume", clock=Time().clock())
     old.acquire()

@@ -16,6 +16,7 @@ import queue
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from types import FrameType
@@ -26,6 +27,8 @@ from tests.simulation.campaign import Verdict, run_seeds, share_of_seeds, simula
 
 _DEFAULT_SEEDS = 100
 _POLL_S = 1.0
+# pairs of a fault and a phase that are named
+_NUM_RARE = 8
 
 
 class StopFlag:
@@ -66,6 +69,8 @@ class Tally:
     # jobs that were repeated by the audit
     num_audited: int = 0
     failed: list[int] = field(default_factory=list)
+    # "fault, phase" -> seeds in which they occurred together
+    covered: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def add(self, verdict: Verdict) -> None:
@@ -73,6 +78,7 @@ class Tally:
         self.num_faults += verdict.num_occurred
         self.num_coordinators += verdict.num_processes
         self.num_audited += verdict.num_audited
+        self.covered.update(", ".join(pair) for pair in verdict.covered)
         if verdict.problems:
             self.failed.append(verdict.seed)
 
@@ -97,6 +103,8 @@ def main(arguments: list[str]) -> int:
         print(f"{tally.num_seeds} seeds, {tally.num_faults} faults, {tally.num_coordinators} coordinator "
               f"processes, {tally.num_audited} audited jobs in {tally.seconds:.1f} s "
               f"({tally.num_seeds / max(tally.seconds, 1e-9):.1f} seeds/s): {len(tally.failed)} failed")
+        rare = sorted(tally.covered.items(), key=lambda pair: pair[1])[:_NUM_RARE]
+        print(f"{len(tally.covered)} pairs of a fault and a phase; rarest: " + "; ".join(f"{pair} ({n})" for pair, n in rare))
     return EXIT_RUN_FAILED if tally.failed else EXIT_INTERRUPTED if stop.is_set() else EXIT_OK
 
 

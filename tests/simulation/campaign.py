@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ import torch
 from ngsgd.cluster.newborn import die_with_parent
 from tests.simulation import checks
 from tests.simulation.disk import SimulatedDisk
-from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker
+from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker, draw_lasting, draw_rare
+from tests.simulation.stored import StoredTrial
 from tests.simulation.trial import Trial
 from tests.simulation.world import Fault
 
+# seeds per trial of a run in object storage
+_STORED_EVERY = 3
 # trials that shrinking may cost
 _MAX_SHRINK = 100
 # and seconds, after which the smallest failure so far is reported
@@ -50,6 +53,8 @@ class Verdict:
     # audits of jobs with a verdict
     num_audited: int = 0
     audits_all: bool = False
+    # (fault, phase) that occurred together
+    covered: tuple[tuple[str, str], ...] = ()
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def replay(self) -> str:
@@ -71,7 +76,11 @@ class Simulator:
         """Run one seed, with all its faults or those with the given numbers."""
         with self._disk.installed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self._run(seed, kept, with_lines=with_lines)
+            verdict = self._run(seed, kept, with_lines=with_lines)
+        if seed % _STORED_EVERY:
+            return verdict
+        found = StoredTrial(seed, Path(f"{self._disk.root}-stored")).run()
+        return replace(verdict, problems=(*verdict.problems, *(f"object storage: {problem}" for problem in found)))
 
     def _run(self, seed: int, kept: Sequence[int] | None, *, with_lines: bool) -> Verdict:
         chance = random.Random(seed)
@@ -80,10 +89,12 @@ class Simulator:
             scenario = scenario.fully_audited()
         # separate, so that other seeds keep their settings and faults
         scenario = scenario.compressed(random.Random(f"delta {seed}"))
+        scenario = scenario.with_workers(random.Random(f"workers {seed}"))
+        scenario = scenario.with_bad_examples(random.Random(f"examples {seed}"))
         baseline = Trial(self._disk, scenario, ())
         baseline.run()
         # the next trial has the same folder
-        found = [f"without faults: {problem}" for problem in (*baseline.world.problems, *checks.false_alarms(baseline))]
+        found = [f"without faults: {problem}" for problem in checks.problems(baseline)]
         num_audited = checks.num_audited(baseline)
         faults = draw_faults(chance, baseline.world.counts, scenario)
         # separate, too
@@ -91,13 +102,16 @@ class Simulator:
         if not self._audits_all:
             scenario = scenario.audited(chance)
         faults += draw_faulty_worker(chance, scenario)
+        faults += draw_rare(random.Random(f"rare {seed}"), baseline.world.phases, baseline.world.counts, scenario)
+        faults += draw_lasting(random.Random(f"lasting {seed}"), baseline.world.counts, scenario)
         numbers = range(len(faults)) if kept is None else [number for number in kept if number < len(faults)]
         lines: list[str] | None = [] if with_lines else None
         trial = Trial(self._disk, scenario, tuple(faults[number] for number in numbers), lines)
         trial.run()
-        return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial, baseline)),
+        return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial)),
                        trial.world.trace(), setting_of(scenario), len(trial.world.occurred), len(trial.lives),
-                       num_audited + checks.num_audited(trial), self._audits_all, tuple(lines or ()))
+                       num_audited + checks.num_audited(trial), self._audits_all, tuple(sorted(trial.world.covered)),
+                       tuple(lines or ()))
 
     def shrink(self, verdict: Verdict) -> Verdict:
         """Return the trial with the fewest faults that still has a problem."""

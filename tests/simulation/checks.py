@@ -12,7 +12,9 @@ from typing import Any
 
 from ngsgd.files import read_json_lines
 from ngsgd.training.storage.audit import OuterIterationLines, read
+from ngsgd.training.storage.ledger import pieces_of
 from tests import judge
+from tests.simulation import models
 from tests.simulation.trial import Life, Trial
 
 # an error is one message that names the next step
@@ -20,45 +22,32 @@ _NEXT_STEP = re.compile(r"\b(resume|restart|retry|free|fix|restore|choose|lower|
                         r"find out|continue|remove|make room)\b", re.IGNORECASE)
 
 
-def problems(trial: Trial, baseline: Trial) -> list[str]:
-    """All violations of a trial; `baseline` is the same run without faults."""
+def problems(trial: Trial) -> list[str]:
+    """All violations of a trial."""
     found = list(trial.world.problems)
     found += _errors(trial)
     found += _lost_commits(trial)
     if trial.has_no_data:
         found += _data_left(trial)
     elif trial.is_finished:
-        found += _of_finished_run(trial, baseline)
+        found += _of_finished_run(trial)
     found += [f"thread {thread.name} is left" for thread in threading.enumerate()
               if thread.name.startswith("ngsgd") and thread not in trial.older_threads]
     return found
 
 
-def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
+def _of_finished_run(trial: Trial) -> list[str]:
     try:
         done = read(trial.folder / "ledger.jsonl")
     except Exception as error:
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
     # without locks it is unknown whether the writer of a temporary file lives, and the ledger may
     # hold lines of two processes for one outer iteration
-    found = judge.finished_run(trial.folder, final=trial.final, expected=baseline.final if keeps_bits(trial, done) else "",
-                               of_two_processes=trial.was_taken_over,
+    found = judge.finished_run(trial.folder, of_two_processes=trial.was_taken_over,
                                keeps_temporary=not trial.scenario.has_locks or not _is_removable(trial))
     if not trial.was_taken_over:
         found += [*_shards(trial, done), *_given_up(trial, done), *_without_data(done)]
-    return [*found, *_leftovers(trial), *false_alarms(trial)]
-
-
-def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
-    """Whether the final model must be that of the run without faults."""
-    if trial.scenario.policy != "retry" or trial.scenario.depends_on_time:
-        return False
-    if any(entry["event"] != "accepted" for one in done for entry in one.settled) or trial.was_taken_over:
-        return False
-    if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
-        return False
-    # a job that the audit did not cover
-    return not any(entry["worker"] in faulty_workers(trial) for one in done for entry in one.settled)
+    return [*found, *models.problems(trial), *_leftovers(trial), *false_alarms(trial)]
 
 
 def faulty_workers(trial: Trial) -> set[int]:
@@ -164,10 +153,8 @@ def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
                    for piece in entry["pieces"] if "quarantine" not in entry["reason"]}
     for one in done:
         for entry in one.settled:
-            key, where = (one.outer_iter, entry["job"]), f"job {entry['job']} of outer iteration {one.outer_iter}"
+            where = f"job {entry['job']} of outer iteration {one.outer_iter}"
             match entry["event"]:
-                case "rejected" if not occurred["not finite"]:
-                    yield f"{where} was rejected ({entry['reason']}), and its result was good"
                 case "deferred" if failure["policy"] == "retry" and trial.config.schedule.load_balancing != "time":
                     yield f"{where} was deferred under the policy retry"
                 case "quarantined" if "in quarantine" in entry["reason"]:
@@ -175,10 +162,12 @@ def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
                         yield f"{where} was skipped, and its shard was not in quarantine"
                 case "dropped" | "quarantined" if failure["policy"] == "retry" and not occurred["damaged archive"]:
                     # workers that the coordinator killed are no evidence against data
-                    hangs = trial.num_hangs[key] if entry["event"] == "quarantined" else 0
+                    (piece,) = pieces_of(entry["pieces"][:1])
+                    hangs = trial.history.num_hangs[piece] if entry["event"] == "quarantined" else 0
+                    num_failures = trial.history.num_failures[piece]
                     # a result that is lost before it is averaged is a failed attempt
-                    if trial.num_failures[key] - hangs + occurred["lose results"] < failure["max_attempts"]:
-                        yield f"{where} was given up after {trial.num_failures[key]} failures ({entry['reason']})"
+                    if num_failures - hangs + occurred["lose results"] < failure["max_attempts"]:
+                        yield f"{where} was given up after {num_failures} failures ({entry['reason']})"
 
 
 def _is_removable(trial: Trial) -> bool:

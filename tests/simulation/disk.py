@@ -36,6 +36,8 @@ from tests.simulation.world import MAX_OPERATIONS, Fault, Killed, NoProgressErro
 
 _CREATE = os.O_CREAT | os.O_TRUNC
 _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
+# part of a path -> step of the coordinator that writes it
+_PHASES = (("/checkpoints/", "commits"), ("/models/", "keeps a model"), ("final", "ends"), ("/lock", "takes or leaves the lock"))
 # calls that need no space, and succeed on a full disk
 _FREE = ("unlink", "rmdir", "rename", "sync")
 _REAL: Mapping[str, Callable[..., Any]] = {
@@ -94,6 +96,8 @@ class SimulatedDisk:
         """Keep only durable files and names."""
         assert self._record is not None
         content = self._record.state(kind)
+        for name in self._record.incomplete(content):
+            self.world.report(f"{os.path.basename(name)} was complete before a power cut, and is not after it")
         _remove_tree(self.root)
         _REAL["mkdir"](self.root)
         for name in sorted(content):
@@ -113,6 +117,7 @@ class SimulatedDisk:
         if world.counts["operation"] > MAX_OPERATIONS:
             raise NoProgressError(f"the run did not end within {MAX_OPERATIONS} file operations")
         world.note(kind, path[len(self.root):])
+        world.phase = next((phase for name, phase in _PHASES if name in path), world.phase)
         is_part = False
         for fault in world.due("operation"):
             is_part |= self._happen(fault, path)

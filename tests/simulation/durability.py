@@ -8,15 +8,17 @@ of its directory. POSIX allows every state in between; these extremes are made:
 - `empty`: all names, content only where it was synced; a new file has no bytes
 - `zeros`: as `empty`, but files have their length, and bytes that were not synced are 0
 - `torn`: as `empty`, and half of the bytes that were not synced
+- `mixed`: one of these for each file and for each directory
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-KINDS = ("strict", "journal", "empty", "zeros", "torn")
+KINDS = ("strict", "journal", "empty", "zeros", "torn", "mixed")
 Content = dict[str, bytes | None]     # of a directory tree: None stands for a directory
 
 
@@ -47,8 +49,9 @@ class Node:
     durable_names: dict[str, Node] = field(default_factory=dict)
     journaled_names: dict[str, Node] = field(default_factory=dict)
 
-    def content(self, kind: str) -> bytes:
+    def content(self, kind: str, name: str) -> bytes:
         """Of the file after a power cut of that kind."""
+        kind = _one_of(kind, name)
         missing = len(self.data) - len(self.durable)
         if kind == "zeros" and missing > 0:
             return self.durable + bytes(missing)
@@ -56,8 +59,9 @@ class Node:
             return self.durable + self.data[len(self.durable):len(self.durable) + missing // 2]
         return self.durable
 
-    def entries(self, kind: str) -> dict[str, Node]:
+    def entries(self, kind: str, name: str) -> dict[str, Node]:
         """Of the directory after a power cut of that kind."""
+        kind = _one_of(kind, name)
         if kind == "strict":
             return self.durable_names
         return self.journaled_names if kind == "journal" else self.names
@@ -70,6 +74,8 @@ class Disk:
         self.root = root
         self.top = Node(is_directory=True)
         self._by_inode: dict[int, Node] = {}
+        # path -> contents with which it got its name
+        self._placed: dict[str, set[bytes]] = {}
 
     @classmethod
     def of(cls, root: Path) -> Disk:
@@ -84,10 +90,11 @@ class Disk:
             folder.names[one.name] = node
             if node.is_directory:
                 self._adopt(one, node)
-            else:
-                node.durable = one.read_bytes()
-                node.data = bytearray(node.durable)
-                self._by_inode[one.stat().st_ino] = node
+                continue
+            node.durable = one.read_bytes()
+            node.data = bytearray(node.durable)
+            self._by_inode[one.stat().st_ino] = node
+            self._placed[one.relative_to(self.root).as_posix()] = {node.durable}
         folder.durable_names = dict(folder.names)
         folder.journaled_names = dict(folder.names)
 
@@ -95,6 +102,9 @@ class Disk:
         """One operation."""
         handler = getattr(self, f"_{operation.kind}", None)
         if handler:
+            if operation.kind in ("write", "truncate", "extend"):
+                # it is changed in place, as a log is
+                self._placed.pop(Path(operation.path).relative_to(self.root).as_posix(), None)
             self._find_renamed(operation)
             handler(operation)
 
@@ -167,7 +177,16 @@ class Disk:
     def _rename(self, operation: Operation) -> None:
         folder, name = self._place(operation.path)
         target, new = self._place(operation.second)
-        target.names[new] = folder.names.pop(name)
+        target.names[new] = node = folder.names.pop(name)
+        path = Path(operation.second).relative_to(self.root).as_posix()
+        placed = _nodes(node, f"{path}/") if node.is_directory else [(path, node)]
+        for place, one in placed:
+            if not one.is_directory:
+                self._placed.setdefault(place, set()).add(bytes(one.data))
+
+    def incomplete(self, content: Content) -> list[str]:
+        """Files that were complete when they got their names, and are not after a power cut."""
+        return [name for name, data in content.items() if data is not None and data not in self._placed.get(name, {data})]
 
     def _link(self, operation: Operation) -> None:
         target, new = self._place(operation.second)
@@ -180,6 +199,10 @@ class Disk:
     _rmdir = _unlink
 
 
+def _one_of(kind: str, name: str) -> str:
+    return KINDS[zlib.crc32(name.encode()) % (len(KINDS) - 1)] if kind == "mixed" else kind
+
+
 def _nodes(folder: Node, prefix: str) -> Iterator[tuple[str, Node]]:
     for name, node in folder.names.items():
         yield prefix + name, node
@@ -188,7 +211,7 @@ def _nodes(folder: Node, prefix: str) -> Iterator[tuple[str, Node]]:
 
 
 def _walk(folder: Node, kind: str, prefix: str) -> Iterator[tuple[str, bytes | None]]:
-    for name, node in folder.entries(kind).items():
-        yield prefix + name, None if node.is_directory else node.content(kind)
+    for name, node in folder.entries(kind, prefix).items():
+        yield prefix + name, None if node.is_directory else node.content(kind, prefix + name)
         if node.is_directory:
             yield from _walk(node, kind, f"{prefix}{name}/")

@@ -7,7 +7,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,12 @@ from ngsgd.errors import ClusterError, DamagedArchiveError
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer
 from ngsgd.pipeline.services import PoolRequest
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
-from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef
+from ngsgd.training.job import BadBatch, Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef, WorkItem
 from ngsgd.training.parameter_deltas import compress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.validation.bad_batches import INPUT
 from ngsgd.training.validation.checksums import digest, not_finite
+from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
 from tests.simulation.scenario import Scenario
 from tests.simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
@@ -28,6 +31,8 @@ from tests.simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, Wo
 _LATENCY_S = 0.01
 # a worker is replaced after so long
 _REPLACE_S = 0.1
+# added to all parameters of a result that diverges
+_DIVERGED = 4.0
 
 
 class SimulatedRef:
@@ -79,7 +84,38 @@ class _Worker:
     is_retired: bool = False
     # makes no progress in its next job
     is_hung: bool = False
+    # (process, worker of the product)
+    production: tuple[int, Worker] | None = None
     is_quarantined: bool = False
+
+
+@dataclass(frozen=True)
+class Altered:
+    """A result that is not that of correct training."""
+
+    # the fault
+    what: str
+    sent: Vector
+    own: Vector | None
+    fisher: Any
+
+
+@dataclass
+class History:
+    """Observations of all processes of a trial."""
+
+    # first work item of a job -> failures that the coordinator received
+    num_failures: Counter[WorkItem] = field(default_factory=Counter)
+    # those of workers that the coordinator killed
+    num_hangs: Counter[WorkItem] = field(default_factory=Counter)
+    # (outer iteration, job, worker, digest) -> result
+    altered: dict[tuple[int, int, int, str], Altered] = field(default_factory=dict)
+    # digest -> result of a production worker
+    trained: dict[str, Altered] = field(default_factory=dict)
+    # name -> outer iteration in which it was reported last
+    bad_examples: dict[str, int] = field(default_factory=dict)
+    # outer iteration -> plans of it that were begun, as (pool, number of the plan)
+    plans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def _key(job: Job) -> tuple[int, int, int]:
@@ -91,23 +127,27 @@ class FaultyPool:
 
     def __init__(self, world: World, scenario: Scenario, task: SimulatedTask, request: PoolRequest,
                  on_wait: Callable[[Fault], None], on_submit: Callable[[Job], None],
-                 num_failures: Counter[tuple[int, int]], num_hangs: Counter[tuple[int, int]]) -> None:
+                 history: History) -> None:
         self.world, self.scenario, self.task, self.request = world, scenario, task, request
         self.settings = request.spec.settings
         self.layout = FlatLayout.of(task.model())
         self._on_wait, self._on_submit = on_wait, on_submit
-        self._num_failures, self._num_hangs = num_failures, num_hangs
+        self._history = history
         self._restarts = Restarts(scenario.max_restarts, world.clock)
         # (time, number, effect)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._outcomes: list[Outcome] = []
+        # first work item of a job -> workers that died
+        self._crashes: Counter[WorkItem] = Counter()
         # (outer iteration, job, repetition) -> the attempt that the coordinator waits for
         self._current: dict[tuple[int, int, int], Job] = {}
         # (outer iteration, job, repetition) -> the result that the coordinator has
         self._delivered: dict[tuple[int, int, int], JobResult] = {}
         # (outer iteration, job) -> attempt whose failure the coordinator received last
         self._last_failure: dict[tuple[int, int], int] = {}
+        # (outer iteration, job, plan) -> how the job diverges
+        self._diverging: dict[tuple[int, int, int], str] = {}
         self._refs: set[SimulatedRef] = set()
         self._num_allocated = 0
         self._workers: list[_Worker] = []
@@ -143,6 +183,7 @@ class FaultyPool:
         for result in results:
             if digest(result.sent.read()) != result.digest:
                 self.world.report(f"a damaged result of outer iteration {result.job.outer_iter} was averaged")
+        self.world.phase = "averages"
         for fault in self._due("mean"):
             if fault.what == "lose results":
                 lost = results[:max(1, int(fault.value * len(results)))]
@@ -192,10 +233,20 @@ class FaultyPool:
         self.world.note("submit", *job.identity)
         if not job.repeat:
             self._on_submit(job)
+            known = {name for name, outer_iter in self._history.bad_examples.items()
+                     if outer_iter < job.outer_iter - self.settings.outer.overlap}
+            if known - set(job.excluded) and not any(fault.what == "lose results" for fault in self.world.occurred):
+                self.world.report(f"job {job.job} of outer iteration {job.outer_iter} does not omit {sorted(known)}")
+            plans = self._history.plans.setdefault(job.outer_iter, [])
+            if (plan := (id(self), job.plan)) not in plans:
+                plans.append(plan)
             # a roll-back begins again at 1
             last = self._last_failure.pop((job.outer_iter, job.job), 0)
             if job.attempt <= last and self.settings.failure.on_divergence == "stop":
                 self.world.report(f"attempt {job.attempt} began after attempt {last} had failed")
+        number = len(self._history.plans.get(job.outer_iter, ()))
+        self.world.phase = ("audits" if job.repeat else "repeats an outer iteration" if number > 1 else
+                            "jobs run" if job.attempt == 1 else "repeats a job")
         self._num_allocated += 1
         self._begin(job, self._workers[worker])
 
@@ -209,6 +260,10 @@ class FaultyPool:
         if worker.is_hung:
             running.hangs_at, worker.is_hung = self.world.now, False
         self._schedule_end(worker, running)
+        poison = {(fault.at, int(fault.value)): fault for fault in self.world.lasting("shard")}
+        for fault in [poison[place] for place in {(piece.shard.archive, piece.shard.frame) for piece in job.pieces} & set(poison)]:
+            self.world.occur(fault)
+            self._begin_fault(worker, running, replace(fault, what="kill", value=0.5))
         for fault in self._due("job"):
             self._begin_fault(worker, running, fault)
 
@@ -361,6 +416,11 @@ class FaultyPool:
             if worker.running is running:
                 worker.running = None
             self._deliver(self._not_finite(result) if what == "not finite" else result)
+        copy = _copy(result)
+
+        def arrive_again() -> None:
+            # a message has its own memory
+            self._deliver(copy, is_copy=True)
         if what in ("lost", "late"):
             # the worker waits for an acknowledgment that never comes, or comes late
             worker.running, running.hangs_at = running, self.world.now
@@ -371,17 +431,39 @@ class FaultyPool:
         if what != "lost":
             self._after(value if what == "late" else _LATENCY_S, arrive)
         if what == "duplicate":
-            self._after(value, arrive)
+            self._after(value, arrive_again)
         elif what == "kill after":
             # dies after its message was sent
             self._after(2 * _LATENCY_S, self._for_process(worker, lambda: self._die(worker, "killed by SIGKILL")))
 
+    def _worked(self, worker: _Worker, running: _Running) -> JobResult:
+        """Run the job in a production worker."""
+        if worker.production is None or worker.production[0] != worker.process:
+            worker.production = worker.process, Worker(self.request.spec, worker.index)
+        job, done = running.job, itertools.count(1)
+        self.task.current = job.outer_iter, job.job
+        result = worker.production[1].run(job, should_stop=lambda: next(done) >= running.ends_after)
+        sent = SimulatedRef(result.sent.read())
+        own = None if result.own is None else sent if result.own.read() is sent.vector else SimulatedRef(result.own.read())
+        self._history.trained[f"{result.digest:016x}"] = Altered("", sent.vector.copy(), None if own is None else
+                                                                 own.vector.copy(), None)
+        result = replace(result, sent=sent, own=own, encoded=None, exact=(), seconds=result.num_minibatches * running.minibatch_s)
+        if altered := self._compute_wrongly(worker, running, sent.vector):
+            result = replace(result, digest=digest(sent.vector), objf=-10.0 if altered == "diverged" else result.objf)
+            self._note_altered(result, altered)
+        return result
+
     def _result(self, worker: _Worker, running: _Running) -> JobResult:
+        if self.scenario.has_workers:
+            return self._worked(worker, running)
         job = running.job
-        end, remainder, fisher = train_job(job, self.layout, self.scenario.seed, running.ends_after, self.task)
-        self._compute_wrongly(worker, end)
+        start, end, remainder, fisher = train_job(job, self.layout, running.ends_after, self.task)
+        altered = self._compute_wrongly(worker, running, end)
         if not np.isfinite(end).all():
             self.world.report(f"job {job.job} of outer iteration {job.outer_iter} read memory that was released")
+        # a worker that diverged silently reports a good value
+        objf = -0.01 if altered == "diverged silently" else objective(end)
+        end = end - start if job.returns == "move" or job.start.codec else end
         pieces = self.layout.fragment(*job.send)
         own: SimulatedRef | None
         if job.start.codec is not None:
@@ -402,25 +484,59 @@ class FaultyPool:
             sent = SimulatedRef(part)
             own = SimulatedRef(end) if job.keep_own else None
         done = running.ends_after
-        return JobResult(job, worker.index, sent, digest(sent.read()), EXAMPLES * done, done, objective(end), 0.0,
-                         done * running.minibatch_s, 0.0, 0.0, 0, own=own, fisher=fisher, remainder=remainder)
+        result = JobResult(job, worker.index, sent, digest(sent.read()), EXAMPLES * done, done, objf, 0.0,
+                           done * running.minibatch_s, 0.0, 0.0, 0, own=own, fisher=fisher, remainder=remainder)
+        if altered:
+            self._note_altered(result, altered)
+        return replace(result, bad_batches=self._bad_batches(job))
 
-    def _compute_wrongly(self, worker: _Worker, end: Vector) -> None:
-        """Flip a bit in the result of a worker with faulty arithmetic."""
+    def _bad_batches(self, job: Job) -> tuple[BadBatch, ...]:
+        """Minibatches with the bad examples of the trial, unless the job omits them."""
+        bad = {f"example-{fault.at}": fault for fault in self.world.lasting("example")}
+        found = [(piece, name) for piece in job.pieces if (name := f"example-{piece.shard.archive}") in bad
+                 and name not in job.excluded]
+        for _, name in found:
+            self.world.occur(bad[name])
+        return tuple(BadBatch(piece.shard, piece.first, INPUT, (name,)) for piece, name in found)
+
+    def _note_altered(self, result: JobResult, what: str) -> None:
+        own = None if result.own is None else result.own.read().copy()
+        self._history.altered[result.job.outer_iter, result.job.job, result.worker, f"{result.digest:016x}"] = Altered(
+            what, result.sent.read().copy(), own, result.fisher)
+
+    def _compute_wrongly(self, worker: _Worker, running: _Running, end: Vector) -> str:
+        """Alter a result, and return how: of a faulty worker, or of a job that diverges."""
+        found = self._divergence(running)
+        if found:
+            end += np.float32(_DIVERGED)
         for fault in self.world.lasting("worker"):
             if fault.at == worker.index:
                 # the same bit every time, or others
                 at = int(fault.value) if fault.what == "wrong bit" else next(self._numbers)
                 end.view(np.uint32)[at % len(end)] ^= np.uint32(1 << at % 20)
                 self.world.occur(fault)
+                found = found or fault.what
+        return found
+
+    def _divergence(self, running: _Running) -> str:
+        """How a job diverges: the same in each attempt and repetition of one plan."""
+        job = running.job
+        found = running.fault.what if running.fault and running.fault.what.startswith("diverged") else ""
+        for fault in self.world.lasting("iteration"):
+            if fault.at == job.outer_iter and len(self._history.plans.get(job.outer_iter, [])) <= fault.value:
+                self.world.occur(fault)
+                found = fault.what
+        return self._diverging.setdefault((job.outer_iter, job.job, job.plan), found)
 
     def _not_finite(self, result: JobResult) -> JobResult:
         vector = result.sent.read()
         vector[0] = np.nan
-        return replace(result, digest=digest(vector),
-                       rejection_reason=not_finite(vector, self.layout, self.layout.fragment(*result.job.send)))
+        result = replace(result, digest=digest(vector),
+                         rejection_reason=not_finite(vector, self.layout, self.layout.fragment(*result.job.send)))
+        self._note_altered(result, "not finite")
+        return result
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Outcome, *, is_copy: bool = False) -> None:
         """Give an outcome to the coordinator.
 
         Like other pools, it drops results of attempts that were reported as failed. If the job has
@@ -435,24 +551,32 @@ class FaultyPool:
             del self._current[key]
         elif isinstance(outcome, JobFailure):
             return
-        elif self._delivered.get(key) is not outcome:
+        elif not is_copy:
             self.world.note("zombie", *job.identity)
             for ref in (outcome.sent, outcome.own):
                 if isinstance(ref, SimulatedRef) and ref.released_at is None:
                     self.release(ref)
             if key not in self._delivered:
                 return
+        elif key not in self._delivered and self._current.get(key, job).plan == job.plan:
+            return
         if is_current and isinstance(outcome, JobResult):
             self._delivered[key] = outcome
             # the coordinator takes both for a failed attempt
             is_failed = bool(outcome.remainder) or digest(outcome.sent.read()) != outcome.digest
-            self._num_failures[job.outer_iter, job.job] += is_failed and not job.repeat
+            self._history.num_failures[job.pieces[0]] += is_failed and not job.repeat
+            if not is_failed:
+                self._history.bad_examples |= {name: job.outer_iter for bad in outcome.bad_batches for name in bad.examples}
             self._refs |= {ref for ref in (outcome.sent, outcome.own) if isinstance(ref, SimulatedRef)}
         if isinstance(outcome, JobFailure) and not job.repeat:
-            place = job.outer_iter, job.job
-            self._num_failures[place] += 1
-            self._num_hangs[place] += outcome.from_outside
-            self._last_failure[place] = job.attempt
+            self._history.num_failures[job.pieces[0]] += 1
+            self._history.num_hangs[job.pieces[0]] += outcome.from_outside
+            self._last_failure[job.outer_iter, job.job] = job.attempt
+            self._crashes[job.pieces[0]] += outcome.worker_died and not outcome.from_outside
+            most, crashes = self.settings.failure.max_attempts, self._crashes[job.pieces[0]]
+            # a roll-back begins again
+            if crashes > most and not any(fault.what.startswith(("diverged", "not finite")) for fault in self.world.occurred):
+                self.world.report(f"{job.pieces[0]} killed {crashes} workers of one process, and failure.max_attempts is {most}")
         self._outcomes.append(outcome)
 
     def _poll_fault(self, fault: Fault) -> None:
@@ -484,3 +608,10 @@ class FaultyPool:
             if worker.running:
                 worker.running.began += seconds
                 worker.running.hangs_at += seconds
+
+
+def _copy(result: JobResult) -> JobResult:
+    """Return a result as another message contains it."""
+    sent = SimulatedRef(result.sent.read().copy())
+    own = None if result.own is None else sent if result.own is result.sent else SimulatedRef(result.own.read().copy())
+    return replace(result, sent=sent, own=own)

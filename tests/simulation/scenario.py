@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class Scenario:
     job_states_interval: int = 1
     # of each worker in an hour; -1: no limit
     max_restarts: int = 60
+    # jobs run in production workers
+    has_workers: bool = False
     # output directory -> its configuration
     built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
 
@@ -90,6 +92,18 @@ class Scenario:
         changed = self._with("cluster", compression=random.choice(("int8", "sparse", "sparse")))
         return replace(changed, job_states_interval=random.choice((1, 1, 2, 5)))
 
+    def with_workers(self, random: random.Random) -> Scenario:
+        """Draw whether jobs run in production workers, which train with SGD."""
+        if random.random() >= _WITH_WORKERS:
+            return self
+        return replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, built={}, has_workers=True)
+
+    def with_bad_examples(self, random: random.Random) -> Scenario:
+        """Draw whether examples are quarantined; a job that is never counted reports none."""
+        if self.has_workers or self.policy != "retry" or random.random() >= _WITH_BAD_EXAMPLES:
+            return self
+        return self._with("failure", on_bad_batch="quarantine")
+
     def audited(self, random: random.Random) -> Scenario:
         """Draw whether and how often jobs are audited; other settings stay."""
         return self._with("failure", audit_every=random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0)
@@ -124,10 +138,17 @@ class Scenario:
         return bool(self.settings["schedule"]["load_balancing"] != "none" or self.settings["cluster"]["elastic"])
 
 
+# fraction of the runs in production workers
+_WITH_WORKERS = 0.1
+# fraction of the runs with retries that have a bad example
+_WITH_BAD_EXAMPLES = 0.2
 # fraction of the runs with compressed deltas
 _COMPRESSED = 0.15
 # fraction of the runs that are audited, and of these that have a worker with faulty arithmetic
 _AUDITED, _FAULTY = 0.3, 0.4
+# fraction of the runs with an outer iteration that diverges, and with a shard that kills workers
+_DIVERGING, _POISONED = 0.25, 0.3
+_DIVERGED = ("diverged", "diverged silently")
 # factor of the length of fully audited runs
 _LONGER = 4.0
 _JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 2), ("preempt", 2), ("lost", 2),
@@ -169,6 +190,46 @@ def draw_faulty_worker(random: random.Random, scenario: Scenario) -> list[Fault]
     # two workers that agree with themselves end the run
     what = random.choice(("wrong bit", "wrong bits")) if num_workers > 2 else "wrong bits"
     return [Fault("worker", random.randrange(num_workers), what, float(random.randrange(100)))]
+
+
+def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw results and iterations that diverge, and a shard that kills its workers."""
+    found = []
+    num_jobs, failure = scenario.settings["schedule"]["num_jobs_final"], scenario.settings["failure"]
+    for _ in range(random.choice((0, 0, 0, 1, 2))):
+        found.append(Fault("job", random.randrange(counts["job"] + 1), random.choice(_DIVERGED)))
+    if random.random() < _DIVERGING:
+        # without a roll-back, each needs a new process
+        most, outer_iter = 2 if failure["on_divergence"] == "stop" else 3, random.randrange(counts["mean"] + 1)
+        found.append(Fault("iteration", outer_iter, random.choice(_DIVERGED), float(random.randint(1, most))))
+        # results that arrive again after the roll-back
+        for job in range(num_jobs if random.random() < 0.5 else 0):
+            at = outer_iter * counts["job"] // max(1, counts["mean"]) + job
+            found.append(Fault("job", at, "duplicate", random.choice((0.5, 2.0))))
+    if failure.get("on_bad_batch") == "quarantine":
+        found.append(Fault("example", random.randrange(scenario.num_archives), "bad example"))
+    # enough workers must be left, and other shards in the same outer iteration
+    is_possible = scenario.policy != "drop" or scenario.settings["schedule"]["num_jobs_initial"] > 1
+    is_possible &= (failure["on_repeated_crash"] == "quarantine" and scenario.max_restarts != 3
+                   and num_jobs <= scenario.num_archives and scenario.settings["schedule"]["load_balancing"] == "none")
+    if is_possible and random.random() < _POISONED:
+        number = random.randrange(num_jobs, max(num_jobs, scenario.num_archives * scenario.shards_per_archive) + 1)
+        archive = number % scenario.num_archives
+        frame = (number // scenario.num_archives + archive + 1) % scenario.shards_per_archive
+        if number < scenario.num_archives * scenario.shards_per_archive:
+            found.append(Fault("shard", archive, "poison", float(frame)))
+    return found
+
+
+def draw_rare(random: random.Random, phases: Mapping[str, Sequence[str]], counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw faults with equal chances for all phases of the run without faults, however short."""
+    found = []
+    for _ in range(random.choice((0, 1, 1, 2))):
+        where = random.choice([where for where in ("job", "wait", "operation", "sync") if phases.get(where)])
+        phase = random.choice(sorted(set(phases[where])))
+        at = random.choice([number for number, one in enumerate(phases[where]) if one == phase])
+        found.append(replace(_fault(random, where, counts, scenario), at=at))
+    return found
 
 
 def _fault(random: random.Random, where: str, counts: Counter[str], scenario: Scenario) -> Fault:

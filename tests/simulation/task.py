@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from ngsgd.schedules import Shard
 from ngsgd.training.job import Job, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import SubsetScore
+from ngsgd.training.storage.ledger import piece_fields
 from ngsgd.training.task import Batch, BatchLoss, Evaluation, ShardGrid, Task
 from ngsgd.training.worker import initial_parameters
 
@@ -35,11 +36,14 @@ class TinyModel(nn.Module):
 class SimulatedTask(Task):
     """Shards with a given number of minibatches; the optimum is known."""
 
-    starts_anywhere = True
+    starts_anywhere = names_examples = True
 
-    def __init__(self, num_archives: int, shards_per_archive: int, num_minibatches: int) -> None:
+    def __init__(self, num_archives: int, shards_per_archive: int, num_minibatches: int, seed: int = 0) -> None:
         self.grid = ShardGrid(num_archives, shards_per_archive)
-        self.num_minibatches = num_minibatches
+        self.num_minibatches, self.seed = num_minibatches, seed
+        # (outer iteration, job) that a production worker runs -> seeds of its random numbers
+        self.current = (-1, -1)
+        self.seeds: dict[tuple[int, int], set[int]] = {}
 
     def model(self) -> nn.Module:
         return TinyModel()
@@ -53,11 +57,16 @@ class SimulatedTask(Task):
 
     def batches(self, shard: Shard, size: int, *, seed: tuple[int, int, int], first: int = 0,
                 stop: int | None = None) -> Iterator[Batch]:
-        yield Batch(torch.zeros(EXAMPLES, 2), EXAMPLES)
+        for number in range(first, self.num_batches(shard, size) if stop is None else stop):
+            target = _targets()[_place(shard.archive, shard.frame, *seed[1:], number, self.seed)]
+            yield Batch(torch.from_numpy(target), EXAMPLES)
+
+    def prepare_job(self, model: nn.Module, *, progress: float, seed: int) -> None:
+        self.seeds.setdefault(self.current, set()).add(seed)
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
-        assert isinstance(model, TinyModel)
-        return BatchLoss(model.second(model.first(data)).square().sum(), len(data))
+        x = torch.cat([parameter.reshape(-1) for parameter in model.parameters()])
+        return BatchLoss(0.5 * (x - data).square().sum(), EXAMPLES)
 
     def evaluate(self, model: nn.Module) -> Evaluation:
         parameters = np.concatenate([p.detach().numpy().reshape(-1) for p in model.parameters()])
@@ -79,37 +88,56 @@ def _targets() -> Vector:
     return targets
 
 
-def train_job(job: Job, layout: FlatLayout, seed: int, num_minibatches: int, task: SimulatedTask
-              ) -> tuple[Vector, tuple[WorkItem, ...], dict[str, Any] | None]:
-    """Run the first minibatches of a job; return (end or delta, work left, Fisher estimates).
+def train_job(job: Job, layout: FlatLayout, num_minibatches: int, task: SimulatedTask
+              ) -> tuple[Vector, Vector, tuple[WorkItem, ...], dict[str, Any] | None]:
+    """Run the first minibatches of a job; return (start, end, work left, Fisher estimates).
 
     The result depends on every field of the job that may change a real result, except the attempt
     and the worker.
     """
-    x = initial_parameters(job.start, layout).copy()
-    start = x.copy()
-    estimate = np.float32(0.0)
-    if job.start.fisher is not None:
-        estimate = np.float32(job.start.fisher["first"]["W"][0])
-        x += np.float32(1e-3) * estimate
-    rate = np.float32(_LEARNING * min(1.0, 50.0 * job.lr) * (1.0 + 0.01 * job.progress))
-    targets, remainder = _targets(), []
+    start = initial_parameters(job.start, layout)
+    x, value = trained(start, job.start.fisher, rate_of(job.lr, job.progress), list(map(piece_fields, job.pieces)),
+                       num_minibatches, task)
+    remainder = []
     for piece in job.pieces:
         stop = task.num_batches(piece.shard, 1) if piece.stop is None else piece.stop
-        for minibatch in range(piece.first, stop):
+        done = min(num_minibatches, stop - piece.first)
+        num_minibatches -= done
+        if piece.first + done < stop:
+            remainder.append(WorkItem(piece.shard, piece.outer_iter, piece.job, piece.first + done, stop))
+    return start, x, tuple(remainder), value if job.keep_fisher else None
+
+
+def rate_of(lr: float, progress: float) -> float:
+    """Fraction of the distance to the target of a minibatch, in simulated training."""
+    return _LEARNING * min(1.0, 50.0 * lr) * (1.0 + 0.01 * progress)
+
+
+def trained(start: Vector, fisher: Any, rate: float, pieces: Sequence[Sequence[int | None]], num_minibatches: int,
+            task: SimulatedTask) -> tuple[Vector, dict[str, Any]]:
+    """Return the parameters after some minibatches of work items, and the Fisher estimates.
+
+    SGD on the loss of the task has the rate of its learning rate.
+    """
+    x = start.copy()
+    estimate = np.float32(0.0)
+    if fisher is not None:
+        estimate = np.float32(fisher["first"]["W"][0])
+        x += np.float32(1e-3) * estimate
+    targets = _targets()
+    for archive, frame, outer_iter, job, first, stop in pieces:
+        assert archive is not None and frame is not None and outer_iter is not None and job is not None and first is not None
+        for minibatch in range(first, task.num_batches(Shard(archive, frame), 1) if stop is None else stop):
             if num_minibatches == 0:
-                remainder.append(WorkItem(piece.shard, piece.outer_iter, piece.job, minibatch, stop))
                 break
             num_minibatches -= 1
-            key = (((piece.shard.archive * 31 + piece.shard.frame) * 31 + piece.outer_iter) * 31
-                   + piece.job) * 31 + minibatch + seed
-            x += rate * (targets[1 + key % (_NUM_TARGETS - 1)] - x)
-    fisher = None
-    if job.keep_fisher:
-        value = np.array([estimate * np.float32(0.5) + x[0]], np.float32)
-        fisher = {"first": {"W": value, "t": 1}}
-    end = x - start if job.returns == "move" or job.start.codec else x
-    return end, tuple(remainder), fisher
+            x += np.float32(rate) * (targets[_place(archive, frame, outer_iter, job, minibatch, task.seed)] - x)
+    return x, {"first": {"W": np.array([estimate * np.float32(0.5) + x[0]], np.float32), "t": 1}}
+
+
+def _place(archive: int, frame: int, outer_iter: int, job: int, minibatch: int, seed: int) -> int:
+    """Index of the target of a minibatch."""
+    return 1 + ((((archive * 31 + frame) * 31 + outer_iter) * 31 + job) * 31 + minibatch + seed) % (_NUM_TARGETS - 1)
 
 
 def work_size(job: Job, task: SimulatedTask) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint, FingerprintFile
 from ngsgd.config import RunConfig
 from ngsgd.errors import NgsgdError, QuarantineError, RunInterrupted, RunLockedError
-from ngsgd.files import read_log
+from ngsgd.files import parse_json_lines, read_log
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.task_run import TaskRun, new_task_run
 from ngsgd.runs.config_file import read_config
@@ -20,7 +21,7 @@ from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.job import Job
 from tests.simulation.disk import SimulatedDisk
-from tests.simulation.pool import FaultyPool
+from tests.simulation.pool import FaultyPool, History
 from tests.simulation.scenario import Scenario
 from tests.simulation.task import SimulatedTask
 from tests.simulation.world import Fault, Killed, NoProgressError, World
@@ -58,10 +59,9 @@ class Trial:
     # newest outer iteration whose commit was acknowledged
     acknowledged: int = -1
     final: str = ""
-    # (outer iteration, job) -> failures that the coordinator received
-    num_failures: Counter[tuple[int, int]] = field(default_factory=Counter)
-    # those of workers that the coordinator killed
-    num_hangs: Counter[tuple[int, int]] = field(default_factory=Counter)
+    history: History = field(default_factory=History)
+    # (size of the ledger, process that writes to it from there on)
+    writers: list[tuple[int, int]] = field(default_factory=list)
     # a second process trained while the first one was stopped
     was_taken_over: bool = False
     # time of a request to stop the present process
@@ -72,7 +72,8 @@ class Trial:
     def __post_init__(self) -> None:
         self.world = World(self.faults, _LIMIT_S)
         self.world.lines = self.lines
-        self.task = SimulatedTask(self.scenario.num_archives, self.scenario.shards_per_archive, self.scenario.num_minibatches)
+        self.task = SimulatedTask(self.scenario.num_archives, self.scenario.shards_per_archive, self.scenario.num_minibatches,
+                                  self.scenario.seed)
         self.folder = self.runs / "trial-20260101-000000"
         self._configs: dict[str, RunConfig] = {}
         self._renamed: set[str] = set()
@@ -133,8 +134,10 @@ class Trial:
         self.world.is_dead, self.world.cut = False, ""
         self.stops_at = None
         self._current = life
+        self._note_writer()
         self.disk.new_process(host)
         self.world.note("process", life.number)
+        self.world.phase = "takes over" if self._is_nested else "resumes" if life.number else "begins"
         try:
             self._train(life)
         except NoProgressError:
@@ -152,6 +155,22 @@ class Trial:
         if self.world.cut:
             self.disk.cut_power(self.world.cut)
         return life.ending in ("finished", "no data")
+
+    def _note_writer(self) -> None:
+        """Note which process writes the next lines of the ledger."""
+        path = self.folder / "ledger.jsonl"
+        # without an incomplete line, which the next process removes
+        size = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+        # a power cut may have removed lines
+        self.writers = [*(one for one in self.writers if one[0] < size), (size, self._current.number)]
+
+    def ledger_lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield (process, line) of the ledger."""
+        offset = 0
+        for text in (self.folder / "ledger.jsonl").read_bytes().splitlines(keepends=True):
+            writer = max((one for one in self.writers if one[0] <= offset), key=lambda one: one[0])[1]
+            yield from ((writer, line) for line in parse_json_lines(text.decode()))
+            offset += len(text)
 
     def _train(self, life: Life) -> None:
         services = Services(make_pool=self._make_pool, clock=self.world.clock, stop=self)
@@ -196,8 +215,7 @@ class Trial:
 
     def _make_pool(self, request: PoolRequest) -> FaultyPool:
         self._holder = self._current.number
-        pool = FaultyPool(self.world, self.scenario, self.task, request, self._on_wait, self._on_submit, self.num_failures,
-                          self.num_hangs)
+        pool = FaultyPool(self.world, self.scenario, self.task, request, self._on_wait, self._on_submit, self.history)
         self._pools.append(pool)
         return pool
 
@@ -237,6 +255,7 @@ class Trial:
                 self._live(f"other-{len(self.lives)}", dict(self.disk.open_files))
         finally:
             self._current, self.stops_at, self._is_nested = life, stops_at, False
+            self._note_writer()
         other = self.lives[number]
         self.was_taken_over |= other.first_job is not None
         if self.scenario.has_locks and self.was_taken_over:

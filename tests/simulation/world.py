@@ -46,6 +46,11 @@ class World:
         # kind of the power cut that ended it; empty: the process alone ended
         self.cut = ""
         self.counts: Counter[str] = Counter()
+        # step of the coordinator, and the one at each counted point
+        self.phase = "begins"
+        self.phases: dict[str, list[str]] = {}
+        # (fault, phase) that occurred together
+        self.covered: set[tuple[str, str]] = set()
         # faults that occurred
         self.occurred: list[Fault] = []
         # violations that a simulated part observed
@@ -81,9 +86,11 @@ class World:
         """Count a point and return the faults that occur at it."""
         at = self.counts[where]
         self.counts[where] = at + 1
+        self.phases.setdefault(where, []).append(self.phase)
         faults = self._faults.get((where, at), [])
         for fault in faults:
             self.occurred.append(fault)
+            self.covered.add((fault.what, self.phase))
             self.note("fault", fault)
         return faults
 
@@ -95,6 +102,7 @@ class World:
         """Record that a lasting fault had an effect."""
         if fault not in self.occurred:
             self.occurred.append(fault)
+        self.covered.add((fault.what, self.phase))
         self.note("fault", fault)
 
     def kill(self, cut: str = "") -> None:

@@ -15,7 +15,7 @@ class FailureConfig(Section):
 
     policy: Literal["retry", "defer", "drop"] = option(
         "retry", "reaction to a failed job; retry: new attempt at once; defer: attempt in the next "
-        "outer iteration; drop: no attempt")
+        "outer iteration; drop: no attempt; with too few other jobs both retry")
     max_attempts: int = option(3, "maximum number of attempts at a shard", low=1)
     on_repeated_crash: Literal["quarantine", "stop"] = option(
         "quarantine", "reaction to a shard all of whose attempts crashed a worker; quarantine: "

@@ -74,13 +74,20 @@ class AveragedModel:
             for part in statistics:
                 self.optimizer.final_model()[part] = self.optimizer.eval_model()[part]
 
-    def restore(self, before: Checkpoint) -> None:
-        """Undo an outer step, which has changed the arrays of `before`, so it is read again."""
+    def read_again(self, before: Checkpoint) -> OuterOptimizer:
+        """Return the state after a commit, whose arrays an outer step has changed since."""
+        optimizer = self._new_optimizer(before)
         if before.model_sha256:
+            # the holder that replaced this process may have removed the checkpoint
+            if self.checkpoints.lock:
+                self.checkpoints.lock.require_held()
             path = self.checkpoints.directory / f"iter-{before.progress.outer_iter:06d}"
-            self.optimizer.load_state_dict(self.checkpoints.load(path).outer_state())
-        else:
-            self.optimizer = self._new_optimizer(before)
+            optimizer.load_state_dict(self.checkpoints.load(path).outer_state())
+        return optimizer
+
+    def restore(self, before: Checkpoint) -> None:
+        """Undo an outer step."""
+        self.optimizer = self.read_again(before)
         current, self.stage = self.stage, self.task.growth.stage(before.progress.outer_iter)
         if current != self.stage:
             self._create_parts(current)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -20,7 +20,6 @@ from ngsgd.training.task import Task
 from ngsgd.training.validation.acceptance import HeldOutCheck, Verdicts, judge, max_objf_gap, too_few
 from ngsgd.training.validation.checksums import is_finite
 from ngsgd.training.validation.plausibility import disagrees
-from ngsgd.training.worker import initial_parameters
 
 
 class Averager:
@@ -46,20 +45,18 @@ class Averager:
             return [], None
         self.held_out.begin(self.averaged.parameters(), self.task.growth.stage(state.plan.outer_iter))
         while True:
-            verdicts, error = self._step(state)
-            if error:
-                return verdicts, error
-            accepted = [result for result, reason in verdicts if not reason]
             try:
-                bad, error = self._check_average(state, accepted)
+                verdicts, bad, error = self._step(state, before)
             except ResultsLost as lost:
+                # nothing of this outer iteration has been counted yet
                 self.averaged.restore(before)
-                self._run_again(state, lost)
+                self.dispatcher.take_back(state, lost.failures)
+                self.dispatcher.finish(state, None, lambda: None)
                 continue
             if not bad and not error:
                 return verdicts, None
             self.averaged.restore(before)
-            if error:
+            if not bad:
                 return verdicts, error
             state.rejection_reasons |= bad
 
@@ -71,57 +68,46 @@ class Averager:
                                   "again.")
         self.held_out.commit(objf)
 
-    def _check_average(self, state: OuterIterationState, accepted: Sequence[JobResult]
-                       ) -> tuple[dict[int, str], DivergenceError | None]:
+    def _step(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, Mapping[int, str], NgsgdError | None]:
+        """Step with the accepted results, and score the new model.
+
+        Returns (verdicts, reasons to reject results by job, why the model is not committed).
+        """
+        # in the order of the jobs, so that sums do not depend on arrival order
+        results = [state.results[job] for job in sorted(state.results)]
+        verdicts, is_contested = judge(results, state.rejection_reasons, self.held_out.tolerance, self.task.chance_objf,
+                                       self.layout)
+        accepted = [result for result, reason in verdicts if not reason]
+        if error := too_few(accepted, verdicts, state.plan, len(state.skipped)):
+            return verdicts, {}, error
+        if is_contested and (bad := self._bad_results(state, before, accepted)):
+            return verdicts, bad, None
+        self.averaged.step(state.plan, self.job_init, accepted, [result.num_frames for result in accepted], self.dispatcher.pool)
+        return verdicts, *self._check_average(state, before, accepted)
+
+    def _check_average(self, state: OuterIterationState, before: Checkpoint, accepted: Sequence[JobResult]
+                       ) -> tuple[Mapping[int, str], DivergenceError | None]:
         """Score the new model; return reasons to reject results, or why it is not committed."""
-        model = self.averaged.parameters()
+        model, number = self.averaged.parameters(), state.plan.outer_iter + 1
         is_sound = is_finite(model)
         objf = self.held_out.score(model) if is_sound else -math.inf
         is_expensive = not all(result.sent.is_here for result in accepted)
-        is_suspect = self.held_out.is_suspect(objf, is_expensive=is_expensive)
-        bad = self._bad_results(state, accepted) if is_suspect else {}
-        failure = self.held_out.failure(objf)
-        if bad:
+        if self.held_out.is_suspect(objf, is_expensive=is_expensive) and (bad := self._bad_results(state, before, accepted)):
             return bad, None
-        number = state.plan.outer_iter + 1
         if not is_sound:
             return {}, DivergenceError(f"the model of outer iteration {number} is not finite, although the models of its jobs "
                                        f"are: outer.kind={self.averaged.settings.outer.kind} diverged; lower its gain and resume.")
-        if failure:
+        if failure := self.held_out.failure(objf):
             return {}, DivergenceError(f"the average of outer iteration {number} is not committed: {failure}, and no single "
                                        "result explains it; lower schedule.lr_initial and resume, or restart.")
         self.held_out.commit(objf)
         return {}, None
 
-    def _step(self, state: OuterIterationState) -> tuple[Verdicts, NgsgdError | None]:
-        """Step with the accepted results; return (verdicts, error if too few are accepted)."""
-        while True:
-            # in the order of the jobs, so that sums do not depend on arrival order
-            results = [state.results[job] for job in sorted(state.results)]
-            verdicts, is_contested = judge(results, state.rejection_reasons, self.held_out.tolerance, self.task.chance_objf,
-                                           self.layout)
-            accepted = [result for result, reason in verdicts if not reason]
-            weights: list[float] = [result.num_frames for result in accepted]
-            error = too_few(accepted, verdicts, state.plan, len(state.skipped))
-            if error:
-                return verdicts, error
-            try:
-                if is_contested and (bad := self._bad_results(state, accepted)):
-                    state.rejection_reasons |= bad
-                    continue
-                self.averaged.step(state.plan, self.job_init, accepted, weights, self.dispatcher.pool)
-                return verdicts, None
-            except ResultsLost as lost:
-                # nothing of this outer iteration has been counted yet
-                self._run_again(state, lost)
-
-    def _run_again(self, state: OuterIterationState, lost: ResultsLost) -> None:
-        self.dispatcher.take_back(state, lost.failures)
-        self.dispatcher.finish(state, None, lambda: None)
-
-    def _bad_results(self, state: OuterIterationState, accepted: Sequence[JobResult]) -> dict[int, str]:
+    def _bad_results(self, state: OuterIterationState, before: Checkpoint, accepted: Sequence[JobResult]) -> dict[int, str]:
         """Score each result alone on held-out data and return reasons to reject, by job."""
-        scores = {result.job.job: self.held_out.score(self._parameters_of(result, state)) for result in accepted}
+        # the own start of a job may be freed, because its successor runs ahead
+        model = self.averaged.read_again(before).broadcast() if self.job_init.returns == "move" else state.model.read()
+        scores = {result.job.job: self.held_out.score(self._parameters_of(result, model)) for result in accepted}
         best = max(accepted, key=lambda result: scores[result.job.job])
         found = self.held_out.judge(scores)
         for result in accepted:
@@ -131,14 +117,14 @@ class Averager:
                               f"{scores[best.job.job]:.3f} of job {best.job.job}")
         return found
 
-    def _parameters_of(self, result: JobResult, state: OuterIterationState) -> Vector:
-        """Return all parameters at the end of a job: outside the fragment sent, of the model."""
+    def _parameters_of(self, result: JobResult, model: Vector) -> Vector:
+        """Return the model with this result alone: outside the fragment sent, that of `model`."""
         job, sent = result.job, result.sent.read()
         if job.returns == "move":
-            return initial_parameters(job.start, self.layout) + sent
+            return model + sent
         if job.send == (0, 1):
             return sent
-        parameters = state.model.read().copy()
+        parameters = model.copy()
         for target, source in self.layout.fragment(*job.send):
             parameters[target] = sent[source]
         return parameters
@@ -147,7 +133,7 @@ class Averager:
 # A job whose data were in quarantine before it could run is skipped. It is no evidence about the
 # workers or the model, so it does not count among the jobs of which half must be accepted. An outer
 # iteration without data is committed with an unchanged model, because a repetition would have no
-# data either. If no other data are left, the run ends. If several jobs put their data in quarantine
+# data either. If no other data are left, the run ends. If several shards are put in quarantine
 # at once and no other result is there, a shared cause is more likely, such as a lost mount. Nothing
 # is committed then, so that the data are tried again once the cause is removed.
 
@@ -156,11 +142,12 @@ _MAX_NAMED = 16
 
 
 def has_no_data(state: OuterIterationState, before: Progress) -> bool:
-    """Whether all data are in quarantine, those of at most one job since this outer iteration."""
-    num_tried = state.plan.num_jobs - len(state.skipped)
-    if len(state.without_data) < state.plan.num_jobs:
+    """Whether all data are in quarantine, at most one shard of them since this outer iteration."""
+    gone = state.avoided | {piece.shard for piece in state.quarantined}
+    if state.results or not all(any(piece.shard in gone for piece in pieces) for pieces in state.plan.work):
         return False
-    return not num_tried or (num_tried == 1 and before.frames_processed > 0)
+    tried = {pieces[0].shard for job, pieces in enumerate(state.plan.work) if job not in state.skipped}
+    return not tried or (len(tried) == 1 and before.frames_processed > 0)
 
 
 def message_without_data(state: OuterIterationState, schedule: Schedule) -> str:

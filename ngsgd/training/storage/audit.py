@@ -51,7 +51,10 @@ class OuterIterationLines:
     @property
     def has_no_data(self) -> bool:
         """Whether the data of all jobs are in quarantine, so that the model is unchanged."""
-        return self.num_tried <= 1 and all(entry["event"] == "quarantined" for entry in self.settled)
+        tried = {job for job, _ in self.submitted}
+        shards = {tuple(piece[:2]) for entry in self.settled if entry["job"] in tried for piece in entry["pieces"][:1]}
+        events = {entry["event"] for entry in self.settled}
+        return len(shards) <= 1 and "quarantined" in events and not events & {"accepted", "rejected"}
 
     @property
     def accepted(self) -> list[dict[str, Any]]:

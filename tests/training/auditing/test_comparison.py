@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,14 @@ from torch import nn
 
 from ngsgd.schedules import Shard
 from ngsgd.training.auditing import comparison
+from ngsgd.training.auditing.audits import Audits
 from ngsgd.training.auditing.cases import partners, work_done
 from ngsgd.training.auditing.comparison import Run, verdict
 from ngsgd.training.auditing.pool import WorkerIdentity
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest
+from ngsgd.training.worker_pool import VectorRefcount
 
 LAYOUT = FlatLayout.of(nn.Linear(30, 10))
 CPU = WorkerIdentity("worker 0", bits="avx512")
@@ -90,3 +94,41 @@ def test_work_without_the_remainder() -> None:
     done, half, rest = WorkItem(Shard(0, 0), 0, 0, 0, 9), WorkItem(Shard(1, 0), 0, 1, 2, 8), WorkItem(Shard(2, 0), 0, 2)
     left = (WorkItem(Shard(1, 0), 0, 1, 5, 8), rest)
     assert work_done((done, half, rest), left) == (done, WorkItem(Shard(1, 0), 0, 1, 2, 5))
+
+
+class TwoWorkers:
+    """A pool whose second worker is never idle."""
+
+    def idle_workers(self) -> list[int]:
+        return []
+
+    def workers_alive(self) -> list[int]:
+        return [0, 1]
+
+    def worker_of(self, job: Job) -> int:
+        return 0
+
+    def identity_of(self, worker: int) -> WorkerIdentity:
+        return WorkerIdentity(f"worker {worker}")
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        raise AssertionError("no worker is idle")
+
+    def quarantine(self, worker: int) -> str:
+        raise AssertionError("no worker is at fault")
+
+
+def test_a_duplicate_is_recognized_until_its_concluded_audit_was_taken() -> None:
+    pool: Any = TwoWorkers()
+    ledger: Any = SimpleNamespace(audited=lambda *_arguments: None)
+    audits = Audits(pool, ledger, LAYOUT, 1, lambda incident: None, VectorRefcount(pool), lambda result: None, lambda: 0.0)
+    result = run(vector(1)).result
+    assert not audits.holds(result.job)
+    audits.submitted(object(), result.job)
+    assert audits.hold(result)
+    assert audits.holds(result.job)
+    # the run stops, so the audit ends without a repetition
+    audits.feed(result.job.outer_iter, 10.0, is_stopping=True)
+    assert audits.holds(result.job)
+    assert [one.result for one in audits.concluded()] == [result]
+    assert not audits.holds(result.job)
