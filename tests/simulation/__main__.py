@@ -98,7 +98,8 @@ def main(arguments: list[str]) -> int:
                 break
     tally.seconds = time.perf_counter() - began
     if options.json:
-        print(json.dumps(asdict(tally)))
+        # asdict counts the pairs of a Counter
+        print(json.dumps({**asdict(tally), "covered": dict(tally.covered)}))
     else:
         print(f"{tally.num_seeds} seeds, {tally.num_faults} faults, {tally.num_coordinators} coordinator "
               f"processes, {tally.num_audited} audited jobs in {tally.seconds:.1f} s "
