@@ -91,7 +91,6 @@ def test_mini_librispeech_runs_to_a_word_error_rate(tmp_path: Path) -> None:
     config = recipe(
         "mini_librispeech", output_dir=tmp_path / "runs", data={"source": tmp_path / "prepared"},
         cluster={"kind": "in_process", "num_workers": 1},
-        align={"hidden_dim": 32, "num_layers": 1, "num_passes": 1, "samples_per_iter": 4000},
         egs={"left_context": 4, "right_context": 4, "samples_per_iter": 4000},
         model={"hidden_dim": 32, "num_layers": 1}, schedule={"num_epochs": 2})
     run = build_run(config)

@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 SILENCE = 1
 LEFT, CENTER, RIGHT = 0, 1, 2
 VARIANCE_FLOOR = 0.01  # of features with unit variance, as Kaldi's --variance-floor
-_VERSION = 2  # raise it when the same labels would give another tree
+_VERSION = 3  # raise it when the same labels would give another tree
 
 
 @dataclass(frozen=True)

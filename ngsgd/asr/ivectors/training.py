@@ -59,7 +59,7 @@ def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None
     front = FrontEnd(config, all_speech, _axes(speech, config, all_speech, chosen_T))
     z_NK = torch.cat([front.project(frames_TD, at_N) for frames_TD, at_N in _chosen(speech, front, chosen_T)])
     mixture = ubm.train(z_NK, config.num_gaussians)
-    report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} "
+    report(f"i-vectors: background model of {len(mixture.weight_G)} Gaussians from {len(z_NK):,} "
            "frames")
     statistics = collect(speech, front, mixture)
     if (statistics.total_count < extractors.FEWEST_FRAMES).all():
@@ -119,7 +119,7 @@ def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> ext
     is_chosen_U[np.random.default_rng(0).permutation(num_utterances)[:MAX_UTTERANCES]] = True
     counts, firsts, pieces = [], [], []
     dim = front.axes_CK.shape[1]
-    second_IDD = torch.zeros(mixture.num_gaussians, dim, dim, dtype=torch.float64)
+    second_IDD = torch.zeros(len(mixture.weight_G), dim, dim, dtype=torch.float64)
     for u, frames in _heard(speech, front):
         if is_chosen_U[u]:
             normal_TK, raw_TK = (front.project(one, np.arange(len(one))) for one in frames)
