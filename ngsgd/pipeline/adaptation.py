@@ -16,10 +16,10 @@ import numpy.typing as npt
 from ngsgd import files
 from ngsgd.asr.adapt import projections, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, Pdfs, SpeakerAdaptation
-from ngsgd.asr.align.gaussians import FRAMES_AT_ONCE
 from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
+from ngsgd.asr.features.gaussians import FRAMES_AT_ONCE
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract
 from ngsgd.asr.ivectors.training import train as train_extractor

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ngsgd.asr.align import forced_alignment, gaussians
+from ngsgd.asr.align import forced_alignment
 from ngsgd.asr.align.forced_alignment import Decorrelated, Scores, States, Transcripts
 from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora import alignments, corpus
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.features import gaussians
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.utterance import UNALIGNED

@@ -11,8 +11,8 @@ import torch
 
 from ngsgd.asr.adapt import projections, speakers
 from ngsgd.asr.adapt.speakers import SpeakerAdaptation
-from ngsgd.asr.align import gaussians
-from ngsgd.asr.align.gaussians import StateMixtures
+from ngsgd.asr.features import gaussians
+from ngsgd.asr.features.gaussians import StateMixtures
 from ngsgd.errors import DataError
 from tests.reference import fmllr as reference
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr.align import best_paths, forced_alignment, gaussians
+from ngsgd.asr.align import best_paths, forced_alignment
 from ngsgd.asr.align.best_paths import TranscriptGraph
 from ngsgd.asr.align.forced_alignment import Decorrelated, Score, States, Transcripts
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.features import gaussians
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology

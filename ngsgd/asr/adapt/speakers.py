@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from ngsgd.asr.adapt import projections
 from ngsgd.asr.adapt.projections import FmllrStats
-from ngsgd.asr.align import gaussians
-from ngsgd.asr.align.gaussians import StateMixtures
+from ngsgd.asr.features import gaussians
+from ngsgd.asr.features.gaussians import StateMixtures
 from ngsgd.data import mapped
 from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.align import best_paths, gaussians
+from ngsgd.asr.align import best_paths
 from ngsgd.asr.align.best_paths import TranscriptGraph
-from ngsgd.asr.align.gaussians import FRAMES_AT_ONCE, Axes, Piece, StateMixtures
-from ngsgd.asr.align.gaussians import Scores as Features
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.features import gaussians
+from ngsgd.asr.features.gaussians import FRAMES_AT_ONCE, Axes, Piece, StateMixtures
+from ngsgd.asr.features.gaussians import Scores as Features
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import STATES_PER_PHONE, Topology

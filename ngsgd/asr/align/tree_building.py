@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files
-from ngsgd.asr.align.gaussians import Axes, sums_by_state
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.features.gaussians import Axes, sums_by_state
 from ngsgd.asr.lang.context_tree import EDGE, STATE, ContextTree, Leaf, Node, Split, Table
 from ngsgd.asr.lang.topology import STATES_PER_PHONE
 from ngsgd.asr.speech_set import SpeechSet

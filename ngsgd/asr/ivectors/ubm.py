@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngsgd.asr.align import gaussians
+from ngsgd.asr.features import gaussians
 
 
 @dataclass(frozen=True)
