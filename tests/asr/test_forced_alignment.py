@@ -280,7 +280,7 @@ def test_best_paths_of_a_batch_are_those_of_loops_whatever_the_batch(seed: int) 
 
 
 def test_batches_hold_all_utterances_in_order_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best_paths, "_MOST_CELLS", 100)
+    monkeypatch.setattr(best_paths, "MOST_CELLS", 100)
     sizes = [(5, 3), (5, 3), (20, 3), (2, 1), (1, 1), (99, 9), (1, 1)]
     found = list(best_paths.batches(sizes))
     assert [u for batch in found for u in batch] == list(range(len(sizes)))

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from ngsgd.asr.corpora import an4, kaldi_dirs
+from ngsgd.asr.lang import lexicon
 from ngsgd.config import FeatureConfig
 from ngsgd.launcher.config.compose import compose
 from ngsgd.launcher.config.sources import conf_dir
@@ -193,7 +194,7 @@ def test_prepared_speechocean_is_read_by_its_recipe(tmp_path: Path, audio: str) 
     found = kaldi_dirs.read_sets(data, FeatureConfig())
     assert {name: [one.speaker for one in listed] for name, listed in found.items()} == {
         "train": ["0001"], "valid": ["0005"], "test": ["0003"]}
-    assert (tmp_path / "prepared/lexicon.txt").read_text() == "NO N OW\nYES Y EH S\n"
+    assert lexicon.read(tmp_path / "prepared/lexicon.txt", 1).lexicon == {"NO": (("N", "OW"),), "YES": (("Y", "EH", "S"),)}
     assert (tmp_path / "prepared/valid/spk2age").read_text() == "0005 6\n"
     next((tmp_path / "corpus").rglob("000030001.wav")).unlink()
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ Scores = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 # bounds memory: frames of the longest utterance times the states of all
-_MOST_CELLS = 1 << 23
+MOST_CELLS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def batches(sizes: Iterable[tuple[int, int]]) -> Iterator[range]:
     begin = end = longest = total = 0
     for num_frames, num_states in sizes:
         longest, total = max(longest, num_frames), total + num_states
-        if end > begin and longest * total > _MOST_CELLS:
+        if end > begin and longest * total > MOST_CELLS:
             yield range(begin, end)
             begin, longest, total = end, num_frames, num_states
         end += 1
