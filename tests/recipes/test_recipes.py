@@ -162,7 +162,7 @@ SPEECHOCEAN = ROOT / "recipes/speechocean/local"
 
 
 def write_speechocean(folder: Path, audio: str) -> None:
-    """The corpus' own layout with `audio` WAVE, else a packed folder: a held-out speaker and two others."""
+    """The layout of the corpus with `audio` WAVE, else a packed folder; 0005 is held out."""
     rng = np.random.default_rng(0)
     soundfile = pytest.importorskip("soundfile")
     for name, speakers in (("train", {"0005": "m 6", "0001": "f 30"}), ("test", {"0003": "f 9"})):

@@ -238,7 +238,8 @@ def _complete(folder: Path, data: DataConfig, report: Report) -> Corpus:
     known, spoken = set(itertools.chain(*texts)), list(itertools.chain(*corpus.valid.texts))
     report(f"language model: {data.lm_order}-gram (interpolated Witten-Bell) of {counted(len(texts), 'line')} of "
            f"{data.lm_text or 'training transcripts'}, {len(model.entries)} n-grams; valid: perplexity "
-           f"{model.perplexity(corpus.valid.texts)[0]:.1f}, {sum(word not in known for word in spoken)} of {counted(len(spoken), 'word')} new")
+           f"{model.perplexity(corpus.valid.texts)[0]:.1f}, {sum(word not in known for word in spoken)} of "
+           f"{counted(len(spoken), 'word')} not in this text")
     return replace(corpus, language=replace(language, arpa=model.to_arpa(), given=None))
 
 
