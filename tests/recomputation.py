@@ -2,8 +2,8 @@
 
 It shares no code with `ngsgd.training` and `ngsgd.optim`. From the lines of the ledger it computes
 which results count, with which weights, from which start and with which state of the outer rule.
-The lines tell of rejections, roll-backs at half the rate, partial and deferred work, and
-resumptions. The results of single jobs come from a function. Models must be bitwise identical, because sums in
+That includes rejections, roll-backs at half the rate, partial and deferred work, and resumptions.
+The results of single jobs come from a function. Models must be bitwise identical, because sums in
 float64 have one order; learning rates may differ by rounding.
 
 Letters: W model that is evaluated, B model that jobs start from, D momentum, G mean delta from B.

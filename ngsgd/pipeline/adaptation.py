@@ -19,6 +19,7 @@ from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, Pdfs, Spea
 from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
+from ngsgd.asr.features.gaussians import FRAMES_AT_ONCE
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract
 from ngsgd.asr.ivectors.training import train as train_extractor
@@ -33,7 +34,7 @@ from ngsgd.pipeline.services import Report
 from ngsgd.runs.run_folder import RunFolder, folder_of_model
 
 # raise it when the same settings would give other features
-_VERSION = 2
+_VERSION = 3
 # frames on each side that are spliced before the projection, as in Kaldi
 CONTEXT = 3
 _SETS = ("train", "valid", "test")
@@ -119,7 +120,7 @@ def _trained(config: RunConfig, corpus: Corpus, report: Report) -> tuple[Speaker
     if not settings.fmllr:
         return found, {}
     projected: Mapping[str, Sequence[Matrix]] = _Projected(found, train)
-    if train.frames.num_frames <= projections.FRAMES_AT_ONCE:
+    if train.frames.num_frames <= FRAMES_AT_ONCE:
         projected = dict(projected)
     pdfs = train.split_pdfs()
     of_speakers = {speaker: [pdfs[number] for number in numbers] for speaker, numbers in train.utterances_by_speaker().items()}
@@ -208,7 +209,7 @@ def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> Adapta
 
 
 # increase it if the same settings would give other i-vectors
-IVECTORS_VERSION = 2
+IVECTORS_VERSION = 3
 _INDEX = "index.json"
 # consecutive utterances that share the state of a speaker, as in nnet3 recipes; 0: all
 _UTTERANCES = {"train": TRAIN_UTTERANCES, "valid": 0, "test": 0}

@@ -1,58 +1,47 @@
 """Alignment of frames with HMM states, from the transcripts alone or by a trained model.
 
-A flat start gives each state of the words an equal part of the utterance. Training then alternates
-with the search for the best path: of one Gaussian per state first, then of a small network.
+A flat start gives each state of the words an equal part of the utterance. Training of growing
+mixtures of Gaussians then alternates with the search for the best path.
 """
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from ngsgd.asr.align import forced_alignment
-from ngsgd.asr.align.forced_alignment import Realigned, Scores, States
+from ngsgd.asr.align.forced_alignment import Decorrelated, Scores, States, Transcripts
+from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora import alignments, corpus
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.features import gaussians
 from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.language import Language
 from ngsgd.asr.utterance import UNALIGNED
-from ngsgd.cluster.in_process import InProcessPool
-from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.config import DataConfig, RunConfig
 from ngsgd.counting import counted
-from ngsgd.data.archives import prepare_archives
-from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.files import cache_name
 from ngsgd.interface import option
-from ngsgd.models import build_model
 from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Progress
-from ngsgd.pipeline.adaptation import network_input, with_ivectors
-from ngsgd.pipeline.base_run import train
+from ngsgd.pipeline.adaptation import network_input, num_leaves_of, with_ivectors
 from ngsgd.pipeline.score import computed_log_likelihoods, word_errors
 from ngsgd.pipeline.services import Report
 from ngsgd.runs.final_model import load_final
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.runs.rungs import Stopwatch
-from ngsgd.tasks.frame_scores import average_posterior
-from ngsgd.tasks.speech import SpeechTaskSpec
-from ngsgd.training.parameter_vector import FlatLayout
-from ngsgd.training.records import OuterIterationRecord, Tracker
-from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
-from ngsgd.training.worker import never
 
-# learning rates of the small networks, per frame
-LR_INITIAL, LR_FINAL = 0.005, 0.0005
-# of each training of the small network
-NUM_EPOCHS = 2.0
-# fraction of all frames; another pass would change as few
-FEW_CHANGES = 0.005
-# realignments with one Gaussian per state after a flat start
-_GAUSSIAN_PASSES = 20
+# passes of EM before which the speech is aligned again, about those of train_mono.sh of Kaldi
+_REALIGNS_AT = (*range(1, 11), 12, 14, 17, 20, 23, 26, 29)
+_TIED_REALIGNS_AT = (9, 17, 24)
+# of training speech, at least; Kaldi has 10,000 Gaussians of tied states for five hours
+_FRAMES_PER_GAUSSIAN = 100
 # increase it if the same settings would give another alignment
-RECIPE_VERSION = 3
+RECIPE_VERSION = 4
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -79,16 +68,8 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
                           "lexicon. Set data.alignment=FILE with the numbers of the graph, such as "
                           "ali.*.gz of Kaldi with its final.mdl, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
-    # the small network and its schedule, one job at a time
-    a = config.align
-    settings = RunConfig(
-        seed=config.seed, align=a, features=config.features, data=DataConfig(oov_word=config.data.oov_word),
-        egs=replace(config.egs, samples_per_iter=a.samples_per_iter),
-        model=ModelConfig(kind="relu", num_layers=a.num_layers, hidden_dim=a.hidden_dim),
-        schedule=ScheduleConfig(num_epochs=NUM_EPOCHS, minibatch_size=128, lr_initial=LR_INITIAL,
-                                lr_final=LR_FINAL, num_jobs_initial=1, num_jobs_final=1), outer=OuterConfig(kind="average"),
-        cluster=ClusterConfig(kind="in_process", num_workers=1, threads_per_worker=1))
-    name = cache_name("ali", version=RECIPE_VERSION, corpus=speech.digest, settings=asdict(settings))
+    name = cache_name("ali", version=RECIPE_VERSION, corpus=speech.digest, settings=asdict(config.align),
+                      oov_word=config.data.oov_word)
     path = cache_root / f"{name}.npz"
     if not path.exists():
         watch = Stopwatch("flat start")
@@ -96,10 +77,8 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
         if config.data.added_dirs and config.data.alignment != "flat":
             # only the speech of data.added_dirs has no labels
             known = {utt_id: pdf_T for utt_id, pdf_T in _labels(speech).items() if not (pdf_T == UNALIGNED).any()}
-        with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-            states, logliks = _align(speech, settings, Path(folder), report, known)
-        is_rung = logliks and config.align.num_full_passes
-        errors = word_errors(speech, config.decode, logliks, report) if is_rung else None
+        states, logliks = _align(speech, config, report, known)
+        errors = word_errors(speech, config.decode, logliks, report) if config.align.num_full_passes and not known else None
         alignments.write(path, states)
         watch.stored(path, errors)
     return path
@@ -110,91 +89,61 @@ def _labels(speech: Corpus) -> States:
             for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
 
 
-def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report, known: States) -> tuple[States, Scores]:
-    """Return the states of unknown utterances, and the scores of the last network, if any."""
-    a, oov = settings.align, settings.data.oov_word
-    lost: tuple[str, ...] = ()
-    if known:
-        starts = forced_alignment.flat_start(speech, oov)
-        unknown: States = {utt_id: starts[utt_id] for utt_id in starts if utt_id not in known}
-    else:
-        moved = _sorted_out(speech, settings, report)
-        unknown, lost = moved.states, moved.lost
-    states = known or unknown
-    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)
+def _align(speech: Corpus, config: RunConfig, report: Report, known: States) -> tuple[States, Scores]:
+    """Return the states of unknown utterances, and the scores of Gaussian mixtures."""
+    oov, x_TK = config.data.oov_word, forced_alignment.Decorrelated(speech)
+    transcripts, starts = Transcripts(speech, oov), forced_alignment.flat_start(speech, oov)
+    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(starts)
     if num_short:
         report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "
                "their words have states")
-    # equal parts alone would not use the known labels
-    num_passes = max(a.num_passes, 1) if known else a.num_passes
-    tested = set(speech.test.frames.utt_ids)
-    logliks: Scores = {}
-    for number in range(1, num_passes + 1):
-        (folder / str(number)).mkdir()
-        logliks = _learn(speech, states, settings, folder / str(number), report, f"alignment: network {number} of {num_passes}")
-        # no network learns from the test set, so it is aligned by the last one
-        aligned = {utt_id: unknown[utt_id] for utt_id in unknown if number == num_passes or utt_id not in tested}
-        progress = Progress(report, f"alignment: by network {number} of {num_passes}", len(aligned))
-        done = forced_alignment.realign(speech, aligned, logliks, oov, each=progress.each)
-        report(f"align: network {number}/{num_passes}: "
-               f"{forced_alignment.share_changed(aligned, done.states):.1%} of the frames changed "
-               "their state" + (f", {counted(len(done.lost), 'utterance has', 'utterances have')} no path" if done.lost else ""))
-        unknown, lost = {**unknown, **done.states}, done.lost
-        states = {**known, **unknown}
-    return {utt_id: pdf_T for utt_id, pdf_T in unknown.items() if utt_id not in lost}, logliks
+    num_gaussians = min(config.align.num_gaussians, speech.train.frames.num_frames // _FRAMES_PER_GAUSSIAN)
+    left = {utt_id: pdf_T for utt_id, pdf_T in starts.items() if utt_id not in known}
+    return _by_mixtures(speech, transcripts, x_TK, known or starts, left, num_gaussians, () if known else _REALIGNS_AT, report)
 
 
-def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> Realigned:
-    """Re-align two flat starts by Gaussians until they converge; return the more likely one.
+def _by_mixtures(speech: Corpus, transcripts: Transcripts, x_TK: Decorrelated, begun: States, left: States,
+                 num_gaussians: int, realigns_at: Collection[int], report: Report) -> tuple[States, Scores]:
+    """Train mixtures of the training set from its states `begun`; align the utterances `left`."""
+    train = {utt_id: begun[utt_id] for utt_id in speech.train.frames.utt_ids if utt_id in begun}
+    progress = Progress(report, "alignment: Gaussian mixtures", gaussians.NUM_EM_PASSES, "passes")
+    mixtures, found = forced_alignment.train_mixtures(transcripts, train, x_TK, speech.num_pdfs, realigns_at=realigns_at,
+                                                      num_gaussians=num_gaussians, each=progress.each)
+    left = {utt_id: found.states.get(utt_id, pdf_T) for utt_id, pdf_T in left.items()}
+    done = forced_alignment.realign(transcripts, left, forced_alignment.scores_of(mixtures, x_TK),
+                                    Progress(report, "alignment", len(left)).each)
+    report(f"align: {counted(len(mixtures.pdf_G), 'Gaussian')} of {counted(speech.num_pdfs, 'state')}, log-likelihood "
+           f"{-done.cost_per_frame:.3f} per frame" + (
+               f", {counted(len(done.lost), 'utterance has', 'utterances have')} no path" if done.lost else ""))
+    states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
+    return states, lambda utt_id: mixtures.log_likelihood(x_TK[utt_id])
 
-    The Gaussians are of the training set, so held-out utterances are aligned once, at the end.
+
+def make_tied(config: RunConfig, data: DataConfig, cache_root: Path, report: Report) -> Path:
+    """Return the file of an alignment by mixtures of tied states, trained on the labels of `data`.
+
+    The states are those of phones. Kaldi: `train_deltas.sh`.
     """
-    found, oov, x_TK = [], settings.data.oov_word, forced_alignment.Decorrelated(speech)
-    train = set(speech.train.frames.utt_ids)
-    for name, start in (("equal parts", forced_alignment.flat_start),
-                        ("equal parts of speech", forced_alignment.silence_start)):
-        starts = start(speech, oov)
-        states: States = {utt_id: pdf_T for utt_id, pdf_T in starts.items() if utt_id in train}
-        for number in range(1, _GAUSSIAN_PASSES + 1):
-            passes = Progress(report, f"alignment: {name}, pass {number} of at most {_GAUSSIAN_PASSES}", len(states))
-            logliks = forced_alignment.score_by_gaussians(speech, states, oov, x_TK)
-            done = forced_alignment.realign(speech, states, logliks, oov, each=passes.each)
-            changed = forced_alignment.share_changed(states, done.states)
-            states = done.states
-            if changed < FEW_CHANGES:
-                break
-        report(f"align: {name}, then Gaussians: log-likelihood {-done.cost_per_frame:.3f} per frame")
-        found.append((done, logliks, {utt_id: pdf_T for utt_id, pdf_T in starts.items() if utt_id not in train}))
-    best, logliks, held_out = min(found, key=lambda one: one[0].cost_per_frame)
-    others = forced_alignment.realign(speech, held_out, logliks, oov, each=Progress(report, "alignment: held-out speech").each)
-    return Realigned({**best.states, **others.states}, best.lost + others.lost, best.cost_per_frame)
+    speech = corpus.prepare(data, config.features, cache_root, report)
+    width = 2 if data.context == "left_biphone" else 3
+    speech = with_tied_states(speech, num_leaves_of(config, speech), cache_root, report, width=width)
+    path = cache_root / f"{cache_name('ali', version=RECIPE_VERSION, corpus=speech.digest, oov_word=data.oov_word)}.npz"
+    if not path.exists():
+        watch, x_TK = Stopwatch("tied states"), Decorrelated(speech)
+        labels, num_frames = _labels(speech), speech.train.frames.num_frames
+        transcripts = Transcripts(speech, data.oov_word, tied=speech.language)
+        states, logliks = _by_mixtures(speech, transcripts, x_TK, labels, labels, num_frames // _FRAMES_PER_GAUSSIAN,
+                                       _TIED_REALIGNS_AT, report)
+        errors = word_errors(speech, config.decode, logliks, report)
+        alignments.write(path, of_phones(states, speech.language))
+        watch.stored(path, errors)
+    return path
 
 
-class _Iterations(Tracker):
-    """Counts the outer iterations of a small network."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def outer_iteration(self, record: OuterIterationRecord) -> None:
-        self._progress.add(1)
-
-
-def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path, report: Report, name: str) -> Scores:
-    """Train a network on these states in this process; return all log-likelihoods."""
-    frames, valid = speech.train.labelled(states).frames, speech.valid.labelled(states).frames
-    reader = EgsReader(prepare_archives(frames, valid, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder))
-    model = build_model(settings.model, reader.info.num_inputs, reader.info.num_classes, settings.seed)
-    layout = FlatLayout.of(model)
-    spec = SpeechTaskSpec(settings, str(reader.directory))
-    (folder / "checkpoints").mkdir()
-    num_iters = spec.task(torch.device("cpu")).shards().schedule(spec.settings.schedule).num_outer_iters
-    end = train(spec, InProcessPool(spec, 1, 1, never), CheckpointStore(folder / "checkpoints", layout, 1),
-                first_checkpoint(layout.flatten(model.state_dict())), folder / "ledger.jsonl",
-                tracker=_Iterations(Progress(report, name, num_iters, "outer iterations")))
-    layout.load(model, end.parameters)
-    prior_P = average_posterior(model.eval(), reader)
-    return computed_log_likelihoods((speech.train, speech.valid, speech.test), settings.egs, model, prior_P)
+def of_phones(states: States, language: Language) -> States:
+    """Replace tied states by the states of phones that they belong to."""
+    state_P = np.array(language.phone_states(), np.int32)
+    return {utt_id: state_P[pdf_T] for utt_id, pdf_T in states.items()}
 
 
 def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report, *, trust: bool = False) -> States:
@@ -225,8 +174,9 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     # the states of a graph of the data have separate numbers, and may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
     each = Progress(report, "alignment", len(labels := _labels(speech))).each
-    done = forced_alignment.realign(speech, labels, logliks, config.data.oov_word, given, tied, each)
+    transcripts = Transcripts(speech, config.data.oov_word, given=given, tied=tied)
+    done = forced_alignment.realign(transcripts, labels, lambda utt_id, pdf_L: logliks(utt_id)[:, pdf_L], each)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
     report(f"align: {counted(len(states), 'utterance')}, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")
-    return states
+    return of_phones(states, tied) if tied else states

@@ -17,9 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ngsgd.asr.align.forced_alignment import Computed
 from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
@@ -30,7 +27,7 @@ from ngsgd.models import build
 from ngsgd.phase import Phase
 from ngsgd.pipeline import score
 from ngsgd.pipeline.adaptation import network_input, read
-from ngsgd.pipeline.align import cache_folder, label, with_alignment
+from ngsgd.pipeline.align import cache_folder, label, make_tied, with_alignment
 from ngsgd.pipeline.base_run import BaseRun
 from ngsgd.pipeline.services import Report, Services
 from ngsgd.runs.run_folder import Place, RunFolder, folder_of_model, run_to_continue
@@ -39,7 +36,7 @@ from ngsgd.training.records import FinalReport, Trackers
 from ngsgd.word_errors import WordErrors
 
 # raise it when the same settings would give other labels
-_VERSION = 2
+_VERSION = 3
 # epochs of a network that realigns, relative to those of the final one
 _EPOCHS = 2 / 3
 _LDA_DIM = 40
@@ -90,6 +87,9 @@ class Ladder:
         data = with_alignment(config, cache_root, report)
         if climbs and data is not config.data:
             self._reached(Path(data.alignment))
+            if config.data.num_leaves:
+                data = replace(data, alignment=str(make_tied(config, data, cache_root, report)))
+                self._reached(Path(data.alignment))
         for _ in range(config.align.num_full_passes):
             data = replace(data, alignment=str(self._realigned(config, data, cache_root)))
         return data
@@ -111,9 +111,8 @@ class Ladder:
                 # those that the transforms were estimated with, as of Kaldi's tri3
                 mixtures, valid = read(adaptation, corpus.num_pdfs).adapted, corpus.valid
                 features = dict(zip(valid.frames.utt_ids, valid.split_features(), strict=True))
-                errors = score.word_errors(corpus, config.decode, Computed(
-                    list(features), lambda utt_id: mixtures.log_likelihood(features[utt_id].astype(np.float64))
-                ), report) if mixtures else None
+                errors = score.word_errors(corpus, config.decode, lambda utt_id: mixtures.log_likelihood(features[utt_id]),
+                                           report) if mixtures else None
                 watch.stored(adaptation, errors)
             self._reached(adaptation)
         name = network_name(network, corpus)

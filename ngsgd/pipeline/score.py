@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ngsgd.asr.align.forced_alignment import Computed, Scores
+from ngsgd.asr.align.forced_alignment import Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode import evaluation, tuning
 from ngsgd.asr.decode.decoding import LATTICE_BEAM, Search, write_lattices
@@ -123,14 +123,13 @@ def _log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
 
 def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: nn.Module,
                              prior_P: npt.NDArray[np.float64]) -> Scores:
-    """Return `log_likelihoods` by the names of the utterances; they are computed when read."""
+    """Return a function of the name of an utterance to its `log_likelihoods`."""
     place = {utt_id: (speech, u) for speech in sets for u, utt_id in enumerate(speech.frames.utt_ids)}
 
     def compute(utt_id: str) -> npt.NDArray[np.float32]:
         speech, u = place[utt_id]
         return log_likelihoods(speech.only(u).frames, egs, model, prior_P)[0]
-
-    return Computed(list(place), compute)
+    return compute
 
 
 def coarse(config: DecodeConfig) -> DecodeConfig:
@@ -145,7 +144,7 @@ def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Scores, report: R
     chosen = evaluation.spread_subset(np.diff(valid.frames.offsets).tolist())
     utt_ids = [valid.frames.utt_ids[u] for u in chosen]
     scores = Progress(report, "WER of the rung: scores", len(chosen))
-    found = [logliks[utt_id] for utt_id in scores.each(utt_ids)]
+    found = [logliks(utt_id) for utt_id in scores.each(utt_ids)]
     report(Phase("WER of the rung: building the decoding graph"))
     graph = evaluation.build_graph(language, config)
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)

@@ -1,14 +1,16 @@
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ngsgd.asr.align import forced_alignment, gaussians
-from ngsgd.asr.align.forced_alignment import States
+from ngsgd.asr.align import best_paths, forced_alignment
+from ngsgd.asr.align.best_paths import TranscriptGraph
+from ngsgd.asr.align.forced_alignment import Decorrelated, Score, States, Transcripts
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.features import gaussians
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
@@ -18,6 +20,7 @@ from ngsgd.data import mapped
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from tests.reference import gaussians as reference
+from tests.reference import graph_paths
 
 TOPOLOGY = Topology(phones=("a", "b"), lexicon={"a": (("a",),), "b": (("b",),), "ab": (("a", "b"),)})
 
@@ -40,6 +43,15 @@ def corpus_of(train: SpeechSet, valid: SpeechSet, test: SpeechSet) -> Corpus:
     return Corpus("made up", train, valid, test, Language(TOPOLOGY), "")
 
 
+def aligned(corpus: Corpus, *, realigns_at: Sequence[int]) -> States:
+    """States of all sets, by mixtures of the training set."""
+    x_TK, transcripts, starts = Decorrelated(corpus), Transcripts(corpus, ""), forced_alignment.flat_start(corpus, "")
+    train = {utt_id: starts[utt_id] for utt_id in corpus.train.frames.utt_ids}
+    mixtures, _ = forced_alignment.train_mixtures(transcripts, train, x_TK, corpus.num_pdfs, num_gaussians=8,
+                                                  realigns_at=realigns_at)
+    return forced_alignment.realign(transcripts, starts, forced_alignment.scores_of(mixtures, x_TK)).states
+
+
 def draw_texts(rng: np.random.Generator, num_utterances: int) -> list[tuple[str, ...]]:
     return [tuple(rng.choice(["a", "b", "ab"], size=int(rng.integers(1, 5))).tolist()) for _ in range(num_utterances)]
 
@@ -51,28 +63,61 @@ def test_gaussians_are_those_of_the_formula() -> None:
     pdf_T[:2] = 3  # a state with too few frames
     train_TK, x_TK = rng.normal(size=(60, 3)), rng.normal(size=(9, 3))
     train_TK[pdf_T == 1, 2] = 5.0  # a state without variance
-    fitted = gaussians.Gaussians.fit(lambda: [(train_TK, pdf_T)], 5)
+    fitted, _ = gaussians.StateMixtures.single(lambda: [(train_TK, pdf_T)], 5)
     fast = fitted.log_likelihood(x_TK)
     slow = reference.log_likelihood(x_TK, train_TK, pdf_T, 5, floor=gaussians.VARIANCE_FLOOR, fewest=gaussians.FEWEST_FRAMES)
     np.testing.assert_allclose(fast, slow, rtol=2e-5)  # returned in float32
-    some = fitted.log_likelihood(x_TK, [0, 3])
-    np.testing.assert_allclose(some[:, [0, 3]], slow[:, [0, 3]], rtol=2e-5)
-    assert not some[:, [1, 2, 4]].any()
+    some = fitted.log_likelihood(x_TK, np.array([0, 3]))
+    np.testing.assert_allclose(some, slow[:, [0, 3]], rtol=2e-5)
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 4000]])
-def test_gaussians_of_pieces_have_the_bits_of_all_frames_at_once(cuts: list[int]) -> None:
+def test_a_pass_of_em_is_that_of_the_formula() -> None:
     rng = np.random.default_rng(0)
-    x_TK, pdf_T = 5.0 + rng.normal(size=(5000, 6)), rng.integers(3, size=5000).astype(np.int32)
-    pieces = list(zip(np.split(x_TK, cuts), np.split(pdf_T, cuts), strict=True))
-    found = gaussians.Gaussians.fit(lambda: pieces, 4)
-    count_P1 = np.bincount(pdf_T, minlength=4)[:, None]
-    safe_P1 = np.maximum(count_P1, 1.0)
-    mean_PK, square_PK = (gaussians.sums_by_state(y_TK, pdf_T, 4) / safe_P1 for y_TK in (x_TK, x_TK**2))
-    variance_PK = np.maximum(square_PK - mean_PK**2, gaussians.VARIANCE_FLOOR * x_TK.var(axis=0))
-    # the last state has no frames
-    assert np.array_equal(found.mean_PK, np.where(count_P1, mean_PK, x_TK.mean(axis=0)))
-    assert np.array_equal(found.variance_PK, np.where(count_P1, variance_PK, x_TK.var(axis=0)))
+    x_TK, pdf_T = rng.normal(size=(400, 3)), rng.integers(2, size=400).astype(np.int32)
+    x_TK += 3.0 * rng.integers(2, size=(400, 1))
+    of = gaussians.StateMixtures(np.array([0, 0, 1, 1, 1]), np.log([0.4, 0.6, 0.2, 0.2, 0.6]), rng.normal(size=(5, 3)) + 1.5,
+                                 rng.uniform(0.5, 2.0, (5, 3)))
+    found, count_P = of.reestimated([(x_TK[:150], pdf_T[:150]), (x_TK[150:], pdf_T[150:])], np.full(3, 0.01))
+    weight_G, mean_GK, variance_GK = reference.em_pass(x_TK, pdf_T, of.pdf_G, np.exp(of.log_weight_G), of.mean_GD, of.variance_GD)
+    assert count_P == pytest.approx(np.bincount(pdf_T), rel=1e-12)
+    np.testing.assert_allclose(np.exp(found.log_weight_G), weight_G, rtol=1e-9)
+    np.testing.assert_allclose(found.mean_GD, mean_GK, rtol=1e-9)
+    np.testing.assert_allclose(found.variance_GD, variance_GK, rtol=1e-9)
+    # the precision of log_likelihood is that of float32
+    in_float32, _ = of.reestimated([(x_TK.astype(np.float32), pdf_T)], np.full(3, 0.01))
+    np.testing.assert_allclose(in_float32.mean_GD, mean_GK, rtol=1e-4, atol=1e-5)
+
+
+def test_every_pass_raises_the_likelihood() -> None:
+    rng = np.random.default_rng(0)
+    x_TK = np.concatenate([0.5 * rng.normal(size=(300, 2)) + 3.0 * k for k in range(3)])
+    pieces = [(x_TK, np.zeros(900, np.int32))]
+    mixtures = gaussians.StateMixtures.single(lambda: pieces, 1)[0].split(np.array([900.0]), 4, rng)
+    likelihoods = []
+    for _ in range(15):
+        likelihoods.append(np.logaddexp.reduce(mixtures.log_joint(x_TK), axis=1).mean())
+        mixtures, _count = mixtures.reestimated(pieces, np.zeros(2))
+    assert len(mixtures.pdf_G) == 4 and likelihoods[-1] > likelihoods[0] + 0.1
+    assert (np.diff(likelihoods) > -1e-12).all()  # rounding of a sum of 900
+
+
+def test_mixtures_grow_by_the_frames_of_their_pdfs_and_explain_them_better() -> None:
+    rng = np.random.default_rng(3)
+    pdf_T = np.repeat([0, 1, 3], [2000, 200, 15]).astype(np.int32)
+    x_TK = rng.normal(size=(len(pdf_T), 2)) + 4.0 * rng.integers(3, size=(len(pdf_T), 1))
+    pieces = [(x_TK, pdf_T)]
+    one, floor_K = gaussians.StateMixtures.single(lambda: pieces, 5)
+    many = gaussians.train(lambda: pieces, 5, num_gaussians=16)
+    num_P = np.bincount(many.pdf_G, minlength=5)
+    # pdfs with hardly a frame, or without one, keep one Gaussian
+    assert num_P[0] >= num_P[1] > 2 and num_P[2:].tolist() == [1, 1, 1]
+    own_T = [np.take_along_axis(of.log_likelihood(x_TK), pdf_T[:, None].astype(np.int64), axis=1).mean() for of in (one, many)]
+    assert own_T[1] > own_T[0] + 0.5
+    assert (many.variance_GD >= floor_K).all()
+    # bitwise identical again, and different with other frames
+    again = gaussians.train(lambda: pieces, 5, num_gaussians=16)
+    other = gaussians.train(lambda: [(x_TK[1:], pdf_T[1:])], 5, num_gaussians=16)
+    assert np.array_equal(again.mean_GD, many.mean_GD) and not np.array_equal(other.mean_GD, many.mean_GD)
 
 
 def test_features_that_are_not_kept_give_the_same_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +125,9 @@ def test_features_that_are_not_kept_give_the_same_alignment(monkeypatch: pytest.
     rng = np.random.default_rng(1)
     corpus = corpus_of(*(made_up_speech(draw_texts(rng, number), rng)[0] for number in (9, 2, 3)))
 
-    def aligned() -> States:
-        states = forced_alignment.silence_start(corpus, "")
-        scores = forced_alignment.score_by_gaussians(corpus, states, "", forced_alignment.Decorrelated(corpus))
-        return forced_alignment.realign(corpus, states, scores, "").states
-    kept = aligned()
+    kept = aligned(corpus, realigns_at=(1,))
     monkeypatch.setattr(forced_alignment, "FRAMES_AT_ONCE", 10)
-    computed = aligned()
+    computed = aligned(corpus, realigns_at=(1,))
     assert all(np.array_equal(computed[utt_id], kept[utt_id]) for utt_id in kept)
 
 
@@ -116,11 +157,20 @@ def test_labels_of_some_utterances_keep_their_features_in_memory_or_in_a_file(tm
         assert np.array_equal(one.frames.pdf_T, np.concatenate(list(labels.values())))
 
 
-def test_axes_decorrelate_and_scale_to_one() -> None:
+def test_axes_of_cepstra_are_scaled_and_those_of_bands_are_cosines() -> None:
     rng = np.random.default_rng(0)
-    x_TD = (rng.normal(size=(5000, 4)) @ rng.normal(size=(4, 4)) + 3.0).astype(np.float32)
-    rotated_TK = gaussians.Axes.of(x_TD).apply(x_TD)[:, :4]
-    np.testing.assert_allclose(np.cov(rotated_TK.T, bias=True), np.eye(4), atol=1e-5)
+    x_TD = (rng.normal(size=(5000, 15)) * rng.uniform(0.1, 3.0, 15) + 3.0).astype(np.float32)
+    x_TD[:, 4] = 1.0
+    rotated_TK = gaussians.Axes.of(x_TD).apply(x_TD)
+    expected_TD = np.delete((x_TD - x_TD.mean(axis=0)) / np.maximum(x_TD.std(axis=0), 1e-9), 4, axis=1)[:, :12]
+    # rounding of float32
+    np.testing.assert_allclose(rotated_TK[:, :12], expected_TD, atol=1e-4)
+    # bands with a smooth envelope
+    smooth_TD = np.cumsum(rng.normal(size=(5000, 15)), axis=1).astype(np.float32)
+    found_TK = gaussians.Axes.of(smooth_TD).apply(smooth_TD)[:, :gaussians.NUM_CEPSTRA]
+    cosine_K = np.cos(np.pi / 15 * (np.arange(15) + 0.5) * 2)
+    assert abs(np.corrcoef(found_TK[:, 2], smooth_TD @ cosine_K)[0, 1]) > 0.9999
+    np.testing.assert_allclose(found_TK.std(axis=0), 1.0, rtol=1e-4)
 
 
 def test_differences_of_a_straight_line_are_its_slope() -> None:
@@ -136,20 +186,17 @@ def test_equal_parts(num_frames: int, expected: list[int] | None) -> None:
     assert (None if path is None else path.tolist()) == expected
 
 
-# seed 1; from equal parts of all frames, words end up with some of the silence next to them: that
-# is what the other start is for
-@pytest.mark.parametrize(("start", "share"), [(forced_alignment.flat_start, 0.8), (forced_alignment.silence_start, 0.95)])
-def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Corpus, str], States], share: float) -> None:
+def test_mixtures_find_states_that_speech_was_made_from() -> None:
     pytest.importorskip("kaldi_decoder")
     rng = np.random.default_rng(1)
     (train, truth_T), (valid, _), (test, _) = (made_up_speech(draw_texts(rng, number), rng) for number in (40, 5, 6))
     corpus = corpus_of(train, valid, test)
-    states = start(corpus, "")
-    for _ in range(12):
-        logliks = forced_alignment.score_by_gaussians(corpus, states, "", forced_alignment.Decorrelated(corpus))
-        states = forced_alignment.realign(corpus, states, logliks, "").states
-    found_T = np.concatenate([states[utt_id] for utt_id in train.frames.utt_ids])
-    assert (found_T == truth_T).mean() > share
+
+    def share_found(states: States) -> float:
+        return float((np.concatenate([states[utt_id] for utt_id in train.frames.utt_ids]) == truth_T).mean())
+    # words end up with some of the silence next to them
+    begun, found = share_found(forced_alignment.flat_start(corpus, "")), share_found(aligned(corpus, realigns_at=range(1, 13)))
+    assert found > 0.6 > begun + 0.1
 
 
 def test_short_utterances_are_skipped_and_no_utterance_is_an_error() -> None:
@@ -182,13 +229,16 @@ def test_a_graph_with_tied_states_gives_its_own_states(seed: int) -> None:
                for utt_id, features_TD in zip(one.frames.utt_ids, one.split_features(), strict=True)}
     before = {utt_id: np.zeros(len(loglik_TP), np.int32) for utt_id, loglik_TP in logliks.items()}
     scores = {utt_id: loglik_TP[:, TIED_P] for utt_id, loglik_TP in logliks.items()}
-    untied = forced_alignment.realign(corpus, before, scores, "")
+    def read(of: dict[str, np.ndarray]) -> Score:
+        return lambda utt_id, pdf_L: of[utt_id][:, pdf_L]
+
+    untied = forced_alignment.realign(Transcripts(corpus, ""), before, read(scores))
     made = graphs.build(corpus.language, silence_prob=0.0)
     with tempfile.TemporaryDirectory() as folder:
         made.fst.write(f"{folder}/HCLG.fst")
         given = graphs.read(GivenGraph(Path(f"{folder}/HCLG.fst").read_bytes(), made.words,
                                        tuple(TIED_P.tolist())))
-    found = forced_alignment.realign(corpus, before, logliks, "", given)
+    found = forced_alignment.realign(Transcripts(corpus, "", given=given), before, read(logliks))
     assert not found.lost and not untied.lost
     for utt_id, loglik_TP in logliks.items():
         expected = TIED_P[untied.states[utt_id]]
@@ -206,3 +256,33 @@ def test_a_word_that_the_graph_lacks_is_named() -> None:
     made = graphs.build(Language(TOPOLOGY), silence_prob=0.0)
     with pytest.raises(DataError, match=r"words\.txt"):
         graphs.within(made, ("a", "c"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_best_paths_of_a_batch_are_those_of_loops_whatever_the_batch(seed: int) -> None:
+    pytest.importorskip("kaldifst")
+    rng = np.random.default_rng(seed)
+    topology = replace(TOPOLOGY, lexicon={**TOPOLOGY.lexicon, "ab": (("a", "b"), ("b",))}, num_silence_states=2)
+    transcripts = [TranscriptGraph.of(graphs.of_transcript(topology, words)) for words in draw_texts(rng, 7)]
+    # the last ones have fewer frames than states, some of them none that could end
+    scores = [rng.normal(scale=3.0, size=(length, len(one.pdf_L))).astype(np.float32)
+              for one, length in zip(transcripts, (40, 7, 25, 40, 31, 3, 1), strict=True)]
+    found = best_paths.best_paths(transcripts, scores)
+    assert max(score for _, score in found) > -np.inf == found[-1][1]
+    for transcript, loglik_TL, (pdf_T, score) in zip(transcripts, scores, found, strict=True):
+        column_T, expected = graph_paths.best_path(transcript.graph, loglik_TL)
+        # sums of float32 over 40 frames
+        assert score == pytest.approx(expected, rel=1e-4, abs=1e-3)
+        if expected > -np.inf:
+            assert pdf_T.tolist() == transcript.pdf_L[column_T].tolist()
+    alone = [best_paths.best_paths([one], [loglik_TL])[0] for one, loglik_TL in zip(transcripts, scores, strict=True)]
+    assert [(pdf_T.tolist(), score) for pdf_T, score in alone] == [(pdf_T.tolist(), score) for pdf_T, score in found]
+
+
+def test_batches_hold_all_utterances_in_order_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_paths, "MOST_CELLS", 100)
+    sizes = [(5, 3), (5, 3), (20, 3), (2, 1), (1, 1), (99, 9), (1, 1)]
+    found = list(best_paths.batches(sizes))
+    assert [u for batch in found for u in batch] == list(range(len(sizes)))
+    assert found == [range(2), range(2, 5), range(5, 6), range(6, 7)]
+    assert not list(best_paths.batches([]))

@@ -68,7 +68,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     def run_of(name: str) -> Run:
         if name not in runs:
             settings = {"data": {"source": str(source), "alignment": "flat", "labels": "one_step"},
-                        "align": {"num_passes": 1, "hidden_dim": 32},
                         "egs": {"samples_per_iter": 2000}, "schedule": {"num_epochs": 3.0},
                         "features": {"cmvn": "utterance"}, "decode": {"lattices": True},
                         "cluster": {"kind": "in_process"}, "output_dir": str(folder / "runs"),

@@ -35,7 +35,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         features={"cmvn": request.param},
         model={"hidden_dim": 32, "num_layers": 1},
         schedule={"num_epochs": 2},
-        align={"num_passes": 1},
     )
     trained = build_run(config)
     trained.train()

@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
     source = write_yesno(root / "waves_yesno", num_recordings=12)
     config = recipe("yesno", data={"source": str(source)}, output_dir=str(root / "runs"), cluster={"kind": "in_process"},
-                    model={"hidden_dim": 32, "num_layers": 1}, schedule={"num_epochs": 2}, align={"num_passes": 1},
+                    model={"hidden_dim": 32, "num_layers": 1}, schedule={"num_epochs": 2},
                     tracking={"kind": "mlflow"})
     config = replace(config, name="first")
     said: list[str] = []

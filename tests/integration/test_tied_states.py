@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.launcher.cli import main
-from ngsgd.pipeline import align
 from ngsgd.word_errors import WordErrors
 from tests.asr.made_up_speech import write_data
 
@@ -22,20 +20,11 @@ pytestmark = pytest.mark.end_to_end
 
 QUICK = ["data.labels=one_step", "cluster=in_process", "cluster.num_workers=1", "cluster.threads_per_worker=1",
          "tracking.kind=none", "features.kind=mfcc", "features.num_mel_bins=23",
-         "features.cmvn=speaker", "align.hidden_dim=32", "align.samples_per_iter=2000",
-         "align.num_passes=1", "model.hidden_dim=32", "model.num_layers=1",
+         "features.cmvn=speaker", "model.hidden_dim=32", "model.num_layers=1",
          "egs.samples_per_iter=2000", "schedule.num_epochs=6", "egs.left_context=3",
          "egs.right_context=3"]
 ADAPTED = ["data.num_leaves=12", "adaptation.lda_dim=12", "adaptation.fmllr=true",
            "data.lm_order=2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def enough_training() -> Iterator[None]:
-    """Of the small network, for so little data."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(align, "NUM_EPOCHS", 4.0)
-        yield
 
 
 def wer(of: Any) -> float:

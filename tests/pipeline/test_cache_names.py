@@ -39,7 +39,7 @@ OF_LABELS = ALL - {"kaldi"}
 def settings(source: Path) -> RunConfig:
     return recipe(
         "kaldi", features={"kind": "mfcc", "num_mel_bins": 23}, data={"source": str(source), "labels": "one_step"},
-        align={"num_passes": 0}, adaptation={"lda_dim": 4},
+        adaptation={"lda_dim": 4},
         egs={"left_context": 1, "right_context": 1}, model={"hidden_dim": 8, "num_layers": 1})
 
 
@@ -119,7 +119,7 @@ CHANGES: dict[str, tuple[Change, set[str]]] = {
     "silence states": (with_option("data", num_silence_states=3), ALL),
     "transcript": (change_a_transcript, ALL), "audio": (change_the_audio, ALL),
     "features": (with_option("features", num_ceps=10), ALL),
-    "alignment": (with_option("align", num_passes=1), {"ali"}),
+    "alignment": (with_option("align", num_gaussians=9), {"ali"}),
     "projection": (with_option("adaptation", lda_dim=5), {"adaptation", "network"}),
     "network": (with_option("model", hidden_dim=9), {"network"}),
     "context": (with_option("egs", left_context=2), {"network", "egs"})}

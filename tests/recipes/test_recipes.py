@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import runpy
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from ngsgd.asr.corpora import an4, kaldi_dirs
+from ngsgd.asr.lang import lexicon
 from ngsgd.config import FeatureConfig
 from ngsgd.launcher.config.compose import compose
 from ngsgd.launcher.config.sources import conf_dir
@@ -91,7 +94,6 @@ def test_mini_librispeech_runs_to_a_word_error_rate(tmp_path: Path) -> None:
     config = recipe(
         "mini_librispeech", output_dir=tmp_path / "runs", data={"source": tmp_path / "prepared"},
         cluster={"kind": "in_process", "num_workers": 1},
-        align={"hidden_dim": 32, "num_layers": 1, "num_passes": 1, "samples_per_iter": 4000},
         egs={"left_context": 4, "right_context": 4, "samples_per_iter": 4000},
         model={"hidden_dim": 32, "num_layers": 1}, schedule={"num_epochs": 2})
     run = build_run(config)
@@ -154,3 +156,60 @@ def test_an4_is_packed_from_the_public_cepstra(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SystemExit):
         main()
     assert not (tmp_path / "new").exists()
+
+
+SPEECHOCEAN = ROOT / "recipes/speechocean/local"
+
+
+def write_speechocean(folder: Path, audio: str) -> None:
+    """The layout of the corpus with `audio` WAVE, else a packed folder; 0005 is held out."""
+    rng = np.random.default_rng(0)
+    soundfile = pytest.importorskip("soundfile")
+    for name, speakers in (("train", {"0005": "m 6", "0001": "f 30"}), ("test", {"0003": "f 9"})):
+        (folder / name).mkdir(parents=True)
+        tables: dict[str, str] = dict.fromkeys(("text", "utt2spk", "wav.scp", "spk2gender", "spk2age"), "")
+        for speaker, about in speakers.items():
+            place = f"{audio}/SPEAKER{speaker}/0{speaker}0001.wav"
+            path = (folder if audio == "WAVE" else folder / name) / place
+            path.parent.mkdir(parents=True)
+            soundfile.write(path, say(["YES"], rng, 16000), 16000)
+            for table, value in zip(tables, ("YES NO", speaker, place), strict=False):
+                tables[table] += f"0{speaker}0001\t{value}\n"
+            for table, value in zip(("spk2gender", "spk2age"), about.split(), strict=True):
+                tables[table] += f"{speaker} {value}\n"
+        for table, text in tables.items():
+            (folder / name / table).write_text(text)
+    path = folder / ("resource/lexicon.txt" if audio == "WAVE" else "lexicon.txt")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("NO\tN OW1\nNO\tN OW0\nYES\tY EH1 S\n")
+
+
+@pytest.mark.parametrize("audio", ["WAVE", "audio"])
+def test_prepared_speechocean_is_read_by_its_recipe(tmp_path: Path, audio: str) -> None:
+    write_speechocean(tmp_path / "corpus", audio)
+    command = [sys.executable, str(SPEECHOCEAN / "prepare.py"), str(tmp_path / "corpus"), str(tmp_path / "prepared")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    data = recipe("speechocean", data={"source": tmp_path / "prepared"}).data
+    found = kaldi_dirs.read_sets(data, FeatureConfig())
+    assert {name: [one.speaker for one in listed] for name, listed in found.items()} == {
+        "train": ["0001"], "valid": ["0005"], "test": ["0003"]}
+    assert lexicon.read(tmp_path / "prepared/lexicon.txt", 1).lexicon == {"NO": (("N", "OW"),), "YES": (("Y", "EH", "S"),)}
+    assert (tmp_path / "prepared/valid/spk2age").read_text() == "0005 6\n"
+    next((tmp_path / "corpus").rglob("000030001.wav")).unlink()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "000030001.wav" in done.stderr
+
+
+def test_errors_of_speechocean_are_those_of_the_groups(tmp_path: Path) -> None:
+    write_speechocean(tmp_path, "audio")
+    (tmp_path / "test/spk2gender").write_text("a f\nb m\nc f\n")
+    (tmp_path / "test/spk2age").write_text("a 6\nb 43\nc 20\n")
+    counts = {speaker: asdict(WordErrors(10 * number, number, 0, 1)) for number, speaker in enumerate("abc", 1)}
+    (tmp_path / "run/decode").mkdir(parents=True)
+    (tmp_path / "run/decode/wer.json").write_text(json.dumps({"test_by_speaker": counts}))
+    done = subprocess.run([sys.executable, str(SPEECHOCEAN / "groups.py"), str(tmp_path / "run"), str(tmp_path)],
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "women and girls: 15.0 %WER, 6 of 40 words, 2 speakers", "men and boys: 15.0 %WER, 3 of 20 words, 1 speakers",
+        "adults: 14.0 %WER, 7 of 50 words, 2 speakers", "children: 20.0 %WER, 2 of 10 words, 1 speakers"]

@@ -18,8 +18,6 @@ Matrix = npt.NDArray[np.float64]
 # spliced features of an utterance, and the classes of its frames
 Piece = tuple[Matrix, npt.NDArray[np.integer]]
 
-# about three hours; the spliced features of smaller corpora are in memory at once
-FRAMES_AT_ONCE = 1 << 20
 _MIN_FRAMES = 50  # classes with fewer frames have no covariance for MLLT
 _MLLT_ITERS = 20  # passes of MLLT over all rows
 FMLLR_ITERS = 10  # passes of fMLLR over all rows
@@ -31,39 +29,25 @@ def splice(x_TD: npt.NDArray[np.floating], context: int) -> Matrix:
     return np.asarray(spliced(x_TD, np.arange(len(x_TD)), context).numpy())
 
 
-def lda(x_TS: Matrix, class_T: npt.NDArray[np.integer], dim: int) -> Matrix:
+def lda(within_SS: Matrix, mean_CS: Matrix, count_C: Matrix, dim: int) -> Matrix:
     """Return the directions that separate classes best (D x S), of unit within-class covariance.
 
-    Haeb-Umbach and Ney, "Linear discriminant analysis for improved ... speech recognition" (1992).
+    `mean_CS` are the means of the classes minus that of all frames. Haeb-Umbach and Ney, "Linear
+    discriminant analysis for improved ... speech recognition" (1992).
     """
-    mean_CS, count_C = _means(x_TS, class_T)
-    within_SS = _second_moment(x_TS - mean_CS[class_T]) / len(x_TS)
-    return lda_of_moments(within_SS, mean_CS - x_TS.mean(axis=0), count_C, dim)
-
-
-def lda_of_moments(within_SS: Matrix, mean_CS: Matrix, count_C: Matrix, dim: int) -> Matrix:
-    """Return `lda` from the covariance within classes, and their means minus that of all frames."""
     centered_CS = mean_CS * np.sqrt(count_C / count_C.sum())[:, None]
     whitening_SS = np.linalg.inv(np.linalg.cholesky(within_SS))
-    _, axes_SS = np.linalg.eigh(_second_moment(centered_CS @ whitening_SS.T))
+    centered_CS = centered_CS @ whitening_SS.T
+    _, axes_SS = np.linalg.eigh(centered_CS.T @ centered_CS)
     return np.asarray(axes_SS[:, ::-1][:, :dim].T @ whitening_SS)
 
 
-def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer]) -> Matrix:
+def mllt(covariance_CDD: Matrix, count_C: Matrix) -> Matrix:
     """Return the D x D transform under which classes have the most nearly diagonal covariances.
 
     Rows are updated in turn. Gales, "Semi-tied covariance matrices for hidden Markov models"
     (1999).
     """
-    mean_CD, count_C = _means(x_TD, class_T)
-    x_TD = x_TD - mean_CD[class_T]
-    kept = frequent(count_C)
-    covariance_CDD = np.stack([_second_moment(x_TD[class_T == c]) / count_C[c] for c in kept])
-    return mllt_of_covariances(covariance_CDD, count_C[kept])
-
-
-def mllt_of_covariances(covariance_CDD: Matrix, count_C: Matrix) -> Matrix:
-    """Return `mllt` from the covariances and numbers of frames of the classes."""
     transform_DD = np.eye(covariance_CDD.shape[1])
     for _ in range(_MLLT_ITERS):
         variance_CD = np.einsum("da,cab,db->cd", transform_DD, covariance_CDD, transform_DD, optimize=True)
@@ -73,23 +57,6 @@ def mllt_of_covariances(covariance_CDD: Matrix, count_C: Matrix) -> Matrix:
             direction_D = np.linalg.solve(moment_DD, cofactors_D)
             transform_DD[row] = np.sqrt(count_C.sum() / (cofactors_D @ direction_D)) * direction_D
     return transform_DD
-
-
-def frequent(count_C: Matrix) -> npt.NDArray[np.int64]:
-    """Return the classes with enough frames for a covariance, or the largest one."""
-    kept = np.flatnonzero(count_C >= _MIN_FRAMES)
-    return kept if len(kept) else np.array([count_C.argmax()])
-
-
-def _means(x_TD: Matrix, class_T: npt.NDArray[np.integer]) -> tuple[Matrix, Matrix]:
-    """Mean and number of frames of each class; classes without frames have mean 0."""
-    count_C = np.bincount(class_T).astype(np.float64)
-    sum_CD = np.stack([np.bincount(class_T, weights=column) for column in x_TD.T], axis=1)
-    return sum_CD / np.maximum(count_C, 1.0)[:, None], count_C
-
-
-def _second_moment(x_TD: Matrix) -> Matrix:
-    return np.asarray(x_TD.T @ x_TD)
 
 
 def projection(pieces: Callable[[], Iterable[Piece]], num_classes: int, dim: int) -> tuple[Matrix, Matrix]:
@@ -108,8 +75,9 @@ def projection(pieces: Callable[[], Iterable[Piece]], num_classes: int, dim: int
     mean_CS = np.where(count_C[:, None] > 0, sum_CS / np.maximum(count_C, 1.0)[:, None] - mean_S, 0.0)
     total_SS = square_SS / count_C.sum() - np.outer(mean_S, mean_S)
     weighted_CS = mean_CS * np.sqrt(count_C / count_C.sum())[:, None]
-    lda_DS = lda_of_moments(total_SS - weighted_CS.T @ weighted_CS, mean_CS, count_C, dim)
-    kept = frequent(count_C)
+    lda_DS = lda(total_SS - weighted_CS.T @ weighted_CS, mean_CS, count_C, dim)
+    # classes with enough frames for a covariance, or the largest one
+    kept = np.flatnonzero(count_C >= min(_MIN_FRAMES, count_C.max()))
     place = {int(number): at for at, number in enumerate(kept)}
     square_CDD = np.zeros((len(kept), dim, dim))
     for x_TS, class_T in pieces():
@@ -118,7 +86,7 @@ def projection(pieces: Callable[[], Iterable[Piece]], num_classes: int, dim: int
                 square_CDD[place[number]] += rows_ND.T @ rows_ND
     mean_CD = mean_CS[kept] @ lda_DS.T
     covariance_CDD = square_CDD / count_C[kept, None, None] - mean_CD[:, :, None] * mean_CD[:, None]
-    matrix_DS = mllt_of_covariances(covariance_CDD, count_C[kept]) @ lda_DS
+    matrix_DS = mllt(covariance_CDD, count_C[kept]) @ lda_DS
     variance_D = np.einsum("ds,st,dt->d", matrix_DS, total_SS, matrix_DS, optimize=True)
     return matrix_DS / np.sqrt(variance_D)[:, None], mean_S
 
@@ -175,12 +143,6 @@ class FmllrStats:
                 best = max(likelihood, key=likelihood.__getitem__)
                 w_DE[row] = (best * cofactors_E + self.linear_DE[row]) @ inverse_EE
         return w_DE
-
-    def log_likelihood(self, w_DE: Matrix) -> float:
-        """Return the part of the log-likelihood that depends on the transform."""
-        quadratic = np.einsum("de,def,df->", w_DE, self.square_DEE, w_DE)
-        volume = self.count * np.linalg.slogdet(w_DE[:, :-1])[1]
-        return float(volume + (w_DE * self.linear_DE).sum() - 0.5 * quadratic)
 
 
 def apply(w_DE: Matrix, x_TD: Matrix) -> Matrix:

@@ -8,19 +8,17 @@ Letters: T frames, D features, P pdfs, G Gaussians of all pdfs together.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ngsgd.asr.adapt import projections
 from ngsgd.asr.adapt.projections import FmllrStats
-from ngsgd.asr.ivectors import ubm
+from ngsgd.asr.features import gaussians
+from ngsgd.asr.features.gaussians import StateMixtures
 from ngsgd.data import mapped
 from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError
@@ -34,66 +32,14 @@ FindPath = Callable[[npt.NDArray[np.float32]], Pdfs]
 # adapted features to the T x P scores of a network
 NetworkScores = Callable[[Features], npt.NDArray[np.float32]]
 
-TRAINING_ROUNDS = 3  # rounds of transforms and mixtures over the training set
+# rounds of transforms and mixtures over the training set, and passes of EM in each
+TRAINING_ROUNDS, _PASSES_PER_ROUND = 3, 4
 _NETWORK_ROUNDS = 2  # rounds in which a network finds the states
 _PRIOR_FRAMES = 40.0  # frames of the prior
 # frames of speech that change an estimate little more; bounds the time of long recordings
 _MAX_FRAMES = 60_000
-# frames for each Gaussian of a state, and the most Gaussians of one
-FRAMES_PER_GAUSSIAN, MAX_GAUSSIANS = 60, 8
-
-
-@dataclass(frozen=True)
-class StateMixtures:
-    """Mixtures of diagonal Gaussians, one per tied HMM state, in the order of their pdfs."""
-
-    pdf_G: npt.NDArray[np.int64]  # ascending; every pdf has one or more
-    log_weight_G: Matrix  # of the weight within its pdf
-    mean_GD: Matrix
-    variance_GD: Matrix
-
-    @staticmethod
-    def fit(x_TD: Matrix, pdf_T: npt.NDArray[np.integer], num_pdfs: int) -> StateMixtures:
-        """Fit each pdf's mixture to its frames; a pdf without frames takes those of all frames."""
-        order = np.argsort(pdf_T, kind="stable")
-        frames_of = np.split(order, np.bincount(pdf_T, minlength=num_pdfs).cumsum()[:-1])
-        parts = []
-        for frames in frames_of:
-            x = torch.from_numpy(np.ascontiguousarray(x_TD[frames] if len(frames) else x_TD))
-            size = min(MAX_GAUSSIANS, max(1, len(frames) // FRAMES_PER_GAUSSIAN))
-            parts.append(ubm.train(x, size))
-        return StateMixtures(np.repeat(np.arange(num_pdfs), [len(part.weight_G) for part in parts]),
-                             np.concatenate([part.weight_G.log().numpy() for part in parts]),
-                             np.concatenate([part.mean_GD.numpy() for part in parts]),
-                             np.concatenate([part.variance_GD.numpy() for part in parts]))
-
-    @property
-    def num_pdfs(self) -> int:
-        return int(self.pdf_G[-1]) + 1
-
-    def log_joint(self, x_TD: Matrix) -> Matrix:
-        """T x G: log of weight times density."""
-        precision_GD = 1.0 / self.variance_GD
-        log_GD = np.log(self.variance_GD) + self.mean_GD**2 * precision_GD + math.log(2 * math.pi)
-        constant_G = self.log_weight_G - 0.5 * log_GD.sum(axis=1)
-        return np.asarray(constant_G + x_TD @ (self.mean_GD * precision_GD).T - 0.5 * x_TD**2 @ precision_GD.T)
-
-    def log_likelihood(self, x_TD: Matrix) -> npt.NDArray[np.float32]:
-        """T x P: log density of each pdf."""
-        starts = np.searchsorted(self.pdf_G, np.arange(self.num_pdfs))
-        return np.logaddexp.reduceat(self.log_joint(x_TD), starts, axis=1).astype(np.float32)
-
-    def precisions(self, x_TD: Matrix, pdf_T: npt.NDArray[np.integer]) -> tuple[Matrix, Matrix]:
-        """T x D: sums over the Gaussians of the pdf of posterior / variance, and times the mean."""
-        precision_TD, linear_TD = np.empty_like(x_TD), np.empty_like(x_TD)
-        for pdf in np.unique(pdf_T):
-            at, of_pdf = np.flatnonzero(pdf_T == pdf), self.pdf_G == pdf
-            own = StateMixtures(self.pdf_G[of_pdf], self.log_weight_G[of_pdf], self.mean_GD[of_pdf], self.variance_GD[of_pdf])
-            joint_TG = own.log_joint(x_TD[at])
-            post_TG = np.exp(joint_TG - np.logaddexp.reduce(joint_TG, axis=1)[:, None])
-            precision_TD[at] = post_TG @ (1.0 / own.variance_GD)
-            linear_TD[at] = post_TG @ (own.mean_GD / own.variance_GD)
-        return precision_TD, linear_TD
+# of training speech; Kaldi has 15,000 Gaussians for five hours
+FRAMES_PER_GAUSSIAN = 100
 
 
 @dataclass(frozen=True)
@@ -218,20 +164,12 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
     if dim > num_spliced:
         raise DataError(f"adaptation.lda_dim is {dim}, and {2 * context + 1} frames have "
                         f"{num_spliced} features; give a smaller adaptation.lda_dim.")
-    if len(pdf_T) > projections.FRAMES_AT_ONCE:
-        ends = np.cumsum([len(x_TD) for x_TD in utterances])
+    ends = np.cumsum([len(x_TD) for x_TD in utterances])
 
-        def pieces() -> Iterator[tuple[Matrix, Pdfs]]:
-            for x_TD, end in zip(utterances, ends, strict=True):
-                yield projections.splice(mapped.copied(x_TD), context), pdf_T[end - len(x_TD):end]
-        matrix_DS, mean_S = projections.projection(pieces, int(pdf_T.max()) + 1, dim)
-    else:
-        x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
-        mean_S = x_TS.mean(axis=0)
-        x_TS -= mean_S
-        lda_DS = projections.lda(x_TS, pdf_T, dim)
-        matrix_DS = projections.mllt(x_TS @ lda_DS.T, pdf_T) @ lda_DS
-        matrix_DS /= (x_TS @ matrix_DS.T).std(axis=0)[:, None]
+    def pieces() -> Iterator[projections.Piece]:
+        for x_TD, end in zip(utterances, ends, strict=True):
+            yield projections.splice(mapped.copied(x_TD), context), pdf_T[end - len(x_TD):end]
+    matrix_DS, mean_S = projections.projection(pieces, int(pdf_T.max()) + 1, dim)
     # the constant subtracts the mean first
     affine = np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
     return SpeakerAdaptation(context, affine, num_silence)
@@ -244,14 +182,7 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
 
     `by_speaker` are the projected features of each speaker, read several times; `pdfs` their pdfs.
     """
-    names, counts = list(by_speaker), [sum(map(len, pdfs[speaker])) for speaker in by_speaker]
-    # the frames of each speaker that mixtures are fitted to
-    chosen: dict[str, Any] = dict.fromkeys(names, slice(None))
-    if sum(counts) > projections.FRAMES_AT_ONCE:
-        chosen_N = np.linspace(0, sum(counts) - 1, projections.FRAMES_AT_ONCE).astype(np.int64)
-        bounds = itertools.pairwise(np.cumsum([0, *counts]))
-        for speaker, (begin, end) in zip(names, bounds, strict=True):
-            chosen[speaker] = chosen_N[slice(*np.searchsorted(chosen_N, [begin, end]))] - begin
+    names, num_frames = list(by_speaker), sum(len(pdf_T) for of_speaker in pdfs.values() for pdf_T in of_speaker)
     transforms: dict[str, Matrix] = {}
 
     def frames_of(speaker: str) -> tuple[Matrix, Matrix, Pdfs]:
@@ -260,18 +191,17 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
         y_TD = projections.apply(transforms[speaker], z_TD) if transforms else z_TD
         return z_TD, y_TD, np.concatenate(pdfs[speaker])
 
-    def fitted() -> StateMixtures:
-        some = [(y_TD[chosen[speaker]], pdf_T[chosen[speaker]])
-                for speaker in names for _, y_TD, pdf_T in (frames_of(speaker),)]
-        x_TD, pdf_T = (np.concatenate(column) for column in zip(*some, strict=True))
-        return StateMixtures.fit(x_TD, pdf_T, num_pdfs)
-    first = mixtures = fitted()
+    def pieces() -> Iterator[gaussians.Piece]:
+        return gaussians.joined(frames_of(speaker)[1:] for speaker in names)
+    first = mixtures = gaussians.train(pieces, num_pdfs, num_gaussians=num_frames // FRAMES_PER_GAUSSIAN)
     for _ in range(TRAINING_ROUNDS):
         stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence) for speaker in each(names)))
         every = functools.reduce(FmllrStats.plus, stats, FmllrStats.zero(plain.dim))
         prior = FmllrStats.zero(plain.dim).plus(every, _PRIOR_FRAMES / max(every.count, 1.0))
         transforms = {speaker: one.plus(prior).estimate() for speaker, one in zip(names, stats, strict=True)}
-        mixtures = fitted()
+        for _ in range(_PASSES_PER_ROUND):
+            # projected features have unit variance
+            mixtures, _count = mixtures.reestimated(pieces(), np.full(plain.dim, gaussians.VARIANCE_FLOOR))
     return SpeakerAdaptation(plain.context, plain.projection_DE, plain.num_silence, first, mixtures, prior), transforms
 
 

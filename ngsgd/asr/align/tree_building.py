@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files
-from ngsgd.asr.align.gaussians import Axes, sums_by_state
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.features.gaussians import Axes, sums_by_state
 from ngsgd.asr.lang.context_tree import EDGE, STATE, ContextTree, Leaf, Node, Split, Table
 from ngsgd.asr.lang.topology import STATES_PER_PHONE
 from ngsgd.asr.speech_set import SpeechSet
@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 SILENCE = 1
 LEFT, CENTER, RIGHT = 0, 1, 2
 VARIANCE_FLOOR = 0.01  # of features with unit variance, as Kaldi's --variance-floor
-_VERSION = 2  # raise it when the same labels would give another tree
+_VERSION = 3  # raise it when the same labels would give another tree
 
 
 @dataclass(frozen=True)

@@ -234,19 +234,21 @@ def _complete(folder: Path, data: DataConfig, report: Report) -> Corpus:
     if language.num_pdfs != language.topology.num_pdfs:
         raise DataError("data.lm_order needs a graph made of the lexicon, and the states of this "
                         "corpus are those of a graph that came with it; remove data.lm_order.")
-    model, about = ngrams_of(corpus, data)
-    report(f"language model: {data.lm_order}-gram of {about}, {len(model.entries)} n-grams")
+    model, texts = ngrams_of(corpus, data)
+    known, spoken = set(itertools.chain(*texts)), list(itertools.chain(*corpus.valid.texts))
+    report(f"language model: {data.lm_order}-gram (interpolated Witten-Bell) of {counted(len(texts), 'line')} of "
+           f"{data.lm_text or 'training transcripts'}, {len(model.entries)} n-grams; valid: perplexity "
+           f"{model.perplexity(corpus.valid.texts)[0]:.1f}, {sum(word not in known for word in spoken)} of "
+           f"{counted(len(spoken), 'word')} not in this text")
     return replace(corpus, language=replace(language, arpa=model.to_arpa(), given=None))
 
 
-def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
-    """Return the n-gram model of these settings, and a name of the texts behind it."""
+def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, Sequence[tuple[str, ...]]]:
+    """Return the n-gram model of these settings, and its texts."""
     texts: Sequence[tuple[str, ...]] = corpus.train.texts
-    about = f"{counted(len(texts), 'training transcript')}"
     if data.lm_text:
         texts = [tuple(line.split()) for _, line in lines.read(Path(data.lm_text).expanduser())]
-        about = f"{counted(len(texts), 'line')} of {data.lm_text}"
-    return ngram.estimate(texts, order=data.lm_order, vocabulary=corpus.language.topology.words), about
+    return ngram.estimate(texts, order=data.lm_order, vocabulary=corpus.language.topology.words), texts
 
 
 def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:

@@ -26,8 +26,8 @@ from ngsgd.word_errors import WordErrors
 # of a subset, which is enough for the two parameters of a calibration; the beam of its lattices
 _MAX_UTTERANCES, _MAX_FRAMES = 300, 36_000
 _CALIBRATION_BEAM = 4.0
-# the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
-_FIRST = Search(acoustic_scale=0.1, beam=13.0, max_active=7000)
+# the first pass of speaker adaptation by scores of Gaussian mixtures, about as in decode_fmllr.sh
+_FIRST = Search(acoustic_scale=0.0833, beam=11.0, max_active=3000)
 
 LogLikelihoods = Sequence[Scores]  # T x P per utterance: log posterior minus log prior
 

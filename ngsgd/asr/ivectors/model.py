@@ -7,6 +7,7 @@ T frames, C spliced features, K retained ones, P periods, I Gaussians, S i-vecto
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.extractor import Extractor
-from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.config import IvectorConfig
 from ngsgd.data import arrays as arrays_file
 from ngsgd.errors import DataError
@@ -32,6 +32,31 @@ MAX_COUNT = 100.0
 # scaled frames kept from earlier utterances of a speaker (Kaldi: 1000)
 MAX_REMEMBERED_FRAMES = 1000.0
 _PERIODS_AT_ONCE = 64  # bounds memory: periods x Gaussians x features
+
+
+@dataclass(frozen=True)
+class DiagonalMixture:
+    """The background model: G diagonal Gaussians in float64; N frames, D features."""
+
+    weight_G: Tensor
+    mean_GD: Tensor
+    variance_GD: Tensor
+
+    def log_joint(self, x_ND: Tensor) -> Tensor:
+        """N x G: log of weight times density of every frame under every Gaussian."""
+        precision_GD = 1.0 / self.variance_GD
+        square_GD = self.mean_GD.square() * precision_GD + self.variance_GD.log() + math.log(2.0 * math.pi)
+        constant_G = self.weight_G.log() - 0.5 * square_GD.sum(dim=1)
+        return constant_G + x_ND @ (self.mean_GD * precision_GD).T - 0.5 * x_ND.square() @ precision_GD.T
+
+    def posteriors(self, x_ND: Tensor, *, num_gselect: int, min_post: float) -> Tensor:
+        """N x G posteriors of the `num_gselect` most likely Gaussians, pruned below `min_post`."""
+        best_NK, index_NK = self.log_joint(x_ND).topk(min(num_gselect, len(self.weight_G)), dim=1)
+        post_NK = best_NK.softmax(dim=1)
+        # the most likely one remains: its posterior is at least 1 / num_gselect
+        post_NK = torch.where(post_NK < min_post, 0.0, post_NK)
+        post_NK = post_NK / post_NK.sum(dim=1, keepdim=True)
+        return torch.zeros(len(x_ND), len(self.weight_G), dtype=x_ND.dtype, device=x_ND.device).scatter_(1, index_NK, post_NK)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.asr.features import cmvn
+from ngsgd.asr.features import cmvn, gaussians
 from ngsgd.asr.features.cmvn import CmnState, Features
 from ngsgd.asr.ivectors import extractor as extractors
-from ngsgd.asr.ivectors import model, ubm
-from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel, IvectorStream, SpeakerState, spliced
-from ngsgd.asr.ivectors.ubm import DiagonalMixture
+from ngsgd.asr.ivectors import model
+from ngsgd.asr.ivectors.model import DiagonalMixture, FrontEnd, IvectorModel, IvectorStream, SpeakerState, spliced
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import IvectorConfig
 from ngsgd.data import mapped
@@ -58,8 +57,8 @@ def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None
     chosen_T = np.unique(spread_T.round().astype(np.int64))
     front = FrontEnd(config, all_speech, _axes(speech, config, all_speech, chosen_T))
     z_NK = torch.cat([front.project(frames_TD, at_N) for frames_TD, at_N in _chosen(speech, front, chosen_T)])
-    mixture = ubm.train(z_NK, config.num_gaussians)
-    report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} "
+    mixture = train_mixture(z_NK, config.num_gaussians)
+    report(f"i-vectors: background model of {len(mixture.weight_G)} Gaussians from {len(z_NK):,} "
            "frames")
     statistics = collect(speech, front, mixture)
     if (statistics.total_count < extractors.FEWEST_FRAMES).all():
@@ -119,7 +118,7 @@ def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> ext
     is_chosen_U[np.random.default_rng(0).permutation(num_utterances)[:MAX_UTTERANCES]] = True
     counts, firsts, pieces = [], [], []
     dim = front.axes_CK.shape[1]
-    second_IDD = torch.zeros(mixture.num_gaussians, dim, dim, dtype=torch.float64)
+    second_IDD = torch.zeros(len(mixture.weight_G), dim, dim, dtype=torch.float64)
     for u, frames in _heard(speech, front):
         if is_chosen_U[u]:
             normal_TK, raw_TK = (front.project(one, np.arange(len(one))) for one in frames)
@@ -145,3 +144,11 @@ def extract(speech: SpeechSet, model: IvectorModel, *, most_utterances: int) -> 
         stream.accept(mapped.copied(speech.raw(u)))
         turns.after(speaker, stream.finish())
         yield stream.rows()
+
+
+def train_mixture(x_ND: Tensor, num_gaussians: int) -> DiagonalMixture:
+    """Train at most `num_gaussians`, as those of an HMM state, from one to enough frames each."""
+    x_NK, pdf_N = x_ND.double().cpu().numpy(), np.zeros(len(x_ND), np.int32)
+    found = gaussians.train(lambda: [(x_NK, pdf_N)], 1, num_gaussians=num_gaussians)
+    arrays = np.exp(found.log_weight_G), found.mean_GD, found.variance_GD
+    return DiagonalMixture(*(torch.from_numpy(array).to(x_ND.device) for array in arrays))

@@ -11,17 +11,12 @@ from ngsgd.config.sections.objective import OF_SEQUENCES
 
 @dataclass(frozen=True)
 class AlignConfig:
-    """Alignment from transcripts (`ngsgd align`): flat start, then training and realignment."""
+    """Alignment from transcripts (`ngsgd align`): flat start, then Gaussian mixtures."""
 
-    num_passes: int = option(2, "number of realignments with a small network, which is trained "
-                             "before each; 0: none", low=0, high=100)
+    num_gaussians: int = option(1000, "maximum number of Gaussians of all states (Kaldi: 1000)", low=1, high=1_000_000)
     num_full_passes: int = option(
         0, "number of realignments with the network of the run, which is trained for two thirds of "
            "schedule.num_epochs before each; 0: none", low=0, high=10)
-    num_layers: int = option(2, "number of hidden layers of the network", low=1, high=64, used="num_passes")
-    hidden_dim: int = option(128, "dimension of the hidden layers of the network", low=2, used="num_passes")
-    samples_per_iter: int = option(16000, "training data of a job between two averaging steps",
-                                   unit="frames", low=1, used="num_passes")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_another_recording_gives_other_prepared_data(kaldi: DataConfig, tmp_path
 
 
 def test_added_speech_gets_the_states_of_its_words_in_order(fsdd: DataConfig, tmp_path: Path) -> None:
-    config = RunConfig(data=fsdd, features=FEATURES, align=AlignConfig(num_passes=1))
+    config = RunConfig(data=fsdd, features=FEATURES, align=AlignConfig(num_gaussians=100))
     data = align.with_alignment(config, tmp_path / "cache", silent)
     speech = prepare(data, FEATURES, tmp_path / "cache", silent)
     assert len(added_to(speech)) == NUM_ADDED

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr.align.gaussians import Axes
 from ngsgd.asr.corpora import copies, kaldi_dirs
 from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.corpora.corpus import prepare
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.asr.features.gaussians import Axes
 from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from ngsgd.config import ModelConfig
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.config import compose
 from ngsgd.models.build import build_model
-from ngsgd.pipeline import align
 from ngsgd.runs import config_file
 from ngsgd.runs.final_model import write_final
 from ngsgd.runs.run_folder import with_digest
@@ -34,17 +32,8 @@ for module in ("kaldi_decoder", "kaldi_native_fbank", "soundfile", "kaldialign")
 
 HERE = ["cluster=in_process", "cluster.num_workers=1", "cluster.threads_per_worker=1", "tracking.kind=none"]
 QUICK = ["data.labels=one_step",
-         "align.hidden_dim=32", "align.samples_per_iter=2000", "align.num_passes=1", "features.kind=mfcc",
-         "features.num_mel_bins=23", "model.hidden_dim=32", "model.num_layers=2", "egs.samples_per_iter=2000",
+         "features.kind=mfcc", "features.num_mel_bins=23", "model.hidden_dim=32", "model.num_layers=2", "egs.samples_per_iter=2000",
          "schedule.num_epochs=6", "egs.left_context=4", "egs.right_context=4"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def enough_training() -> Iterator[None]:
-    """Of the small network, for so little data."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(align, "NUM_EPOCHS", 6.0)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +193,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_of_a_file(
 
     monkeypatch.setattr(np, "savez_compressed", full)
     [line] = command("train", "recipe=yesno", *HERE, f"data.source={yesno}", f"output_dir={tmp_path}",
-                     "align.num_passes=0", code=3).err.splitlines()
+                     code=3).err.splitlines()
     assert "No space left on device" in line and "data.cache_dir" in line
     assert not list((tmp_path / "data").glob("*ali-*"))
 
