@@ -94,7 +94,10 @@ class OuterIterationState:
     arrived_s: dict[int, float] = field(default_factory=dict)
     # job -> reason why its result is rejected
     rejection_reasons: dict[int, str] = field(default_factory=dict)
-    # jobs whose data were in quarantine before they could run
+    # first shards of the jobs that ran and have no result
+    given_up: set[Shard] = field(default_factory=set)
+    # jobs that do not count: their data were in quarantine before they could run, or another job on
+    # the same shard was given up
     skipped: set[int] = field(default_factory=set)
     deferred: list[WorkItem] = field(default_factory=list)
     quarantined: list[WorkItem] = field(default_factory=list)
@@ -366,6 +369,10 @@ class Dispatcher:
                 state.deferred += job.pieces
             elif decision.what == "quarantined":
                 state.quarantined += job.pieces
+            # deferred passes over one shard are one cause
+            if job.shard in state.given_up:
+                state.skipped.add(job.job)
+            state.given_up.add(job.shard)
             self._give_up(state, job, decision.what, failure.reason)
         self.emit_incident(Incident(decision.incident, message, job.outer_iter, job.job, failure.worker, kind=failure.kind))
 

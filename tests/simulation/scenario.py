@@ -212,9 +212,6 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
     is_possible = scenario.policy != "drop" or scenario.settings["schedule"]["num_jobs_initial"] > 1
     is_possible &= (failure["on_repeated_crash"] == "quarantine" and scenario.max_restarts != 3
                    and num_jobs <= scenario.num_archives and scenario.settings["schedule"]["load_balancing"] == "none")
-    # deferred passes over the shard may be more than half of the jobs, which ends each process
-    if scenario.policy == "defer":
-        is_possible &= num_jobs > 2 and scenario.num_archives * scenario.shards_per_archive >= 2 * num_jobs
     if is_possible and random.random() < _POISONED:
         number = random.randrange(num_jobs, max(num_jobs, scenario.num_archives * scenario.shards_per_archive) + 1)
         archive = number % scenario.num_archives

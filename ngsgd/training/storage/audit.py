@@ -44,9 +44,11 @@ class OuterIterationLines:
 
     @property
     def num_tried(self) -> int:
-        """Jobs without those that were skipped because their data were in quarantine before."""
-        tried = {job for job, _ in self.submitted}
-        return sum(entry["event"] != "quarantined" or entry["job"] in tried for entry in self.settled)
+        """Jobs with a result, and the shards of those that ran and have none."""
+        ran, judged = {job for job, _ in self.submitted}, ("accepted", "rejected")
+        given_up = {tuple(entry["pieces"][0][:2]) for entry in self.settled
+                    if entry["event"] not in judged and (entry["event"] != "quarantined" or entry["job"] in ran)}
+        return len(given_up) + sum(entry["event"] in judged for entry in self.settled)
 
     @property
     def has_no_data(self) -> bool:

@@ -169,7 +169,8 @@ class CheckpointStore:
                                   f"({error.strerror}); free disk space or fix the permissions, then continue with: "
                                   f"{interface.resume(self.directory.parent)}") from error
         self._keep_candidates({progress.outer_iter: whole.model_sha256})
-        found = self._found()
+        # later ones are of a future that was given up, so they are older than this one
+        found = sorted(self._found(), key=lambda path: (_outer_iter(path) <= progress.outer_iter, path))
         # if only some contain the state of jobs, one of two of these may be damaged
         num_resumable = 1 if self.jobs_interval == 1 else 2
         resumable = [path for path in found if (path / _JOBS).is_file()][-num_resumable:]

@@ -85,6 +85,14 @@ def test_two_checkpoints_with_job_states_are_kept(seldom: CheckpointStore, monke
     assert found is not None and found.progress.outer_iter == 3 and len(problems) == 1
 
 
+def test_after_a_return_to_an_earlier_state_new_checkpoints_outlive_the_later_ones(seldom: CheckpointStore) -> None:
+    # of a run that goes on after outer iteration 3
+    saved = seldom.save(at(4), state(9.0))
+    assert seldom.outer_iters() == [3, 4, 6]
+    again = seldom.load(seldom.directory / "iter-000004")
+    assert again.model_sha256 == saved.model_sha256 and np.array_equal(again.parameters, vector(9.0))
+
+
 @pytest.mark.parametrize("number", [6, 7])
 def test_a_checkpoint_that_cannot_be_read_ends_the_resumption(seldom: CheckpointStore, monkeypatch: pytest.MonkeyPatch,
                                                               number: int) -> None:
