@@ -102,6 +102,31 @@ class Transcript:
                 "segments": [_segment_json(segment) for segment in self.segments]}
 
 
+@dataclass(frozen=True)
+class Alignment(Transcript):
+    """A recording aligned with its text; `words` are the words of the text that were found.
+
+    Attributes:
+        phones: phones of the words; the confidence is the goodness of pronunciation, the geometric
+            mean of the posterior probability of the phone over its frames.
+        not_spoken: words of the text that were not found, at the end of the word before.
+        not_in_text: stretches of speech that are not in the text, without a word.
+        unknown: words without a pronunciation, aligned with any speech, of confidence 0.
+    """
+
+    phones: tuple[Word, ...]
+    not_spoken: tuple[Word, ...]
+    not_in_text: tuple[Word, ...]
+    unknown: tuple[Word, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: those of a transcript, the phones, and the deviations from the text."""
+        parts = {name: [{"word" if name != "phones" else "phone": one.word, **_times(one),
+                         "confidence": round(one.confidence, 4)} for one in getattr(self, name)]
+                 for name in ("phones", "not_spoken", "not_in_text", "unknown")}
+        return {**super().to_json(), **parts}
+
+
 def as_text(transcript: Transcript, name: str = "") -> str:
     """Format one line per segment with words, prefixed by `name` and, of several, the channel."""
     lines = []
@@ -139,17 +164,53 @@ def as_srt(transcript: Transcript, name: str = "") -> str:
                    for number, (start_s, end_s, text) in enumerate(sorted(captions), start=1))
 
 
-FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt}
+def as_phone_ctm(transcript: Transcript, name: str = "") -> str:
+    """Format the phones of an alignment as `as_ctm` does words."""
+    phones = transcript.phones if isinstance(transcript, Alignment) else ()
+    return _ctm(name, ((1, phone) for phone in phones))
+
+
+def as_textgrid(transcript: Transcript, name: str = "") -> str:
+    """Format the tiers of Praat: words of each channel; of an alignment also phones and deviations.
+
+    Intervals cover the recording; those without a word are empty. `name` is not used.
+    """
+    several = transcript.num_channels > 1
+    tiers = {f"words{f' {number}' if several else ''}": transcript.channel(number).words
+             for number in range(1, transcript.num_channels + 1)}
+    if isinstance(transcript, Alignment):
+        flags = [*(one._replace(word="not in text") for one in transcript.not_in_text),
+                 *(one._replace(word="unknown word") for one in transcript.unknown)]
+        tiers |= {"phones": transcript.phones, "deviations": tuple(sorted(flags, key=lambda one: one.start_s))}
+    end = f"{transcript.duration_s:.6g}" if transcript.duration_s < 1 else f"{transcript.duration_s:.3f}"
+    lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "xmin = 0", f"xmax = {end}",
+             "tiers? <exists>", f"size = {len(tiers)}", "item []:"]
+    for number, (tier, words) in enumerate(tiers.items(), start=1):
+        intervals = list(_intervals(words, float(end)))
+        lines += [f"    item [{number}]:", '        class = "IntervalTier"', f'        name = "{tier}"', "        xmin = 0",
+                  f"        xmax = {end}", f"        intervals: size = {len(intervals)}"]
+        for at, (start_s, end_s, text) in enumerate(intervals, start=1):
+            quoted = text.replace('"', '""')
+            lines += [f"        intervals [{at}]:", f"            xmin = {start_s:g}", f"            xmax = {end_s:g}",
+                      f'            text = "{quoted}"']
+    return "\n".join([*lines, ""])
+
+
+FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt, "textgrid": as_textgrid}
+# file suffix of each format
+ENDINGS = {"text": ".txt", "json": ".json", "ctm": ".ctm", "srt": ".srt", "textgrid": ".TextGrid"}
+
+
+def _times(part: Word | Segment) -> dict[str, float]:
+    return {"start_s": round(part.start_s, 3), "end_s": round(part.end_s, 3)}
 
 
 def _segment_json(segment: Segment) -> dict[str, Any]:
-    def times(part: Word | Segment) -> dict[str, float]:
-        return {"start_s": round(part.start_s, 3), "end_s": round(part.end_s, 3)}
     hypotheses = [{
         "text": " ".join(word.word for word in one.words), "cost": one.cost if one.words else None,
-        "words": [{"word": word.word, **times(word), "confidence": round(word.confidence, 4)}
+        "words": [{"word": word.word, **_times(word), "confidence": round(word.confidence, 4)}
                   for word in one.words]} for one in segment.hypotheses]
-    return {"channel": segment.channel, **times(segment), "hypotheses": hypotheses}
+    return {"channel": segment.channel, **_times(segment), "hypotheses": hypotheses}
 
 
 def _captions(words: Iterable[Word]) -> Iterator[list[Word]]:
