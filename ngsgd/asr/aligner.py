@@ -9,7 +9,7 @@ Letters: N samples, T frames, P pdfs, F phones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,9 +34,9 @@ from ngsgd.errors import DataError, warn
 from ngsgd.interface import option
 
 # chosen on strings of digits with removed, inserted and replaced words (see docs/align.md)
-DEVIATIONS = Deviations(skip=20.0, garbage=10.0)
+DEVIATIONS = Deviations(skip=10.0, garbage=15.0)
 # nats that a frame of garbage is worse than the best phone
-GARBAGE_MARGIN = 3.0
+GARBAGE_MARGIN = 2.5
 _SEARCH = Search(acoustic_scale=1.0, beam=300.0, max_active=1_000_000)
 # longer recordings are split at pauses, as in recognition
 _LONGEST_S = 30.0

@@ -146,10 +146,7 @@ def as_json(transcript: Transcript, name: str = "") -> str:
 
 def as_ctm(transcript: Transcript, name: str = "") -> str:
     """Format lines "name channel start duration word confidence" of NIST; spaces become _."""
-    name = "_".join(name.split()) or "-"
-    return "".join(f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} "
-                   f"{word.word} {word.confidence:.3f}\n"
-                   for segment in transcript.segments for word in segment.words)
+    return _ctm(name, ((segment.channel, word) for segment in transcript.segments for word in segment.words))
 
 
 def as_srt(transcript: Transcript, name: str = "") -> str:
@@ -196,9 +193,8 @@ def as_textgrid(transcript: Transcript, name: str = "") -> str:
     return "\n".join([*lines, ""])
 
 
-FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt, "textgrid": as_textgrid}
-# file suffix of each format
-ENDINGS = {"text": ".txt", "json": ".json", "ctm": ".ctm", "srt": ".srt", "textgrid": ".TextGrid"}
+FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt, "textgrid": as_textgrid,
+           "phone-ctm": as_phone_ctm}
 
 
 def _times(part: Word | Segment) -> dict[str, float]:
@@ -211,6 +207,28 @@ def _segment_json(segment: Segment) -> dict[str, Any]:
         "words": [{"word": word.word, **_times(word), "confidence": round(word.confidence, 4)}
                   for word in one.words]} for one in segment.hypotheses]
     return {"channel": segment.channel, **_times(segment), "hypotheses": hypotheses}
+
+
+def _ctm(name: str, words: Iterable[tuple[int, Word]]) -> str:
+    name = "_".join(name.split()) or "-"
+    return "".join(f"{name} {channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
+                   for channel, word in words)
+
+
+def _intervals(words: Iterable[Word], end_s: float) -> Iterator[tuple[float, float, str]]:
+    """Yield intervals of positive length from 0 to `end_s`, rounded to milliseconds."""
+    at_s = 0.0
+    for word in words:
+        # words of neighboring segments may overlap by less than a frame
+        start_s, word_end_s = max(at_s, round(word.start_s, 3)), min(end_s, round(word.end_s, 3))
+        if word_end_s <= start_s:
+            continue
+        if start_s > at_s:
+            yield at_s, start_s, ""
+        yield start_s, word_end_s, word.word
+        at_s = word_end_s
+    if at_s < end_s:
+        yield at_s, end_s, ""
 
 
 def _captions(words: Iterable[Word]) -> Iterator[list[Word]]:

@@ -269,7 +269,8 @@ def _phones_of(topology: Topology, words: Sequence[str], label: Callable[[Unit],
         state = after_gap(ended)
     if in_context and costs:
         last = fst.add_state()
-        _add(fst, Arc(state, last, EPSILON, label(Unit(END, None)), 0.0))
+        # the decoder may move labels of arcs without input by a frame
+        _add(fst, Arc(state, last, in_context.end, label(Unit(END, None)), 0.0))
         state = last
     fst.set_final(state, 0.0)
     return fst
@@ -280,8 +281,11 @@ def _in_states(fst: Any, topology: Topology, in_context: context_tree.ContextGra
     """Replace the phones of a transducer by their pdfs + 1, without self-loops."""
     kaldifst = _kaldifst()
     if in_context:
-        fst = kaldifst.compose(in_context.context, context_tree.closed(fst, in_context.end))
-        states = in_context.states
+        if has_garbage:
+            kaldifst.arcsort(fst, "ilabel")
+        else:
+            fst = context_tree.closed(fst, in_context.end)
+        fst, states = kaldifst.compose(in_context.context, fst), in_context.states
     else:
         phones = (SILENCE_PHONE, *topology.phones)
         labels = [(topology.pdfs_of_phone(phone), number) for number, phone in enumerate(phones, start=1)]
