@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -132,14 +132,14 @@ class Aligner:
         bundle, words = self.bundle, self.checked(text)
         if bundle.features.kind == "given":
             raise DataError(f"{bundle.path} was trained on precomputed features (features.kind=given), so "
-                            f"it cannot process audio; align a Kaldi data directory with feats.scp ({option('data', 'DIR')}).")
+                            "it cannot process audio; align a Kaldi data directory with feats.scp: ngsgd align MODEL --data DIR")
         rate_hz = bundle.features.sample_rate_hz
         with front_end.opened(audio, sample_rate_hz, rate_hz) as source:
             if source.num_channels > 1:
                 raise DataError(f"{source.name} has {source.num_channels} channels, and a text belongs to one; "
                                 "extract it: ffmpeg -i INPUT -map_channel 0.0.0 OUTPUT.wav")
             samples_N = _resampled(source, rate_hz)
-        logliks, time_T, speaker = list[Scores](), list[npt.NDArray[np.float64]](), Speaker()
+        logliks, time_T, speaker = list[Scores](), list[npt.NDArray[np.floating[Any]]](), Speaker()
         for stretch in _stretches(samples_N, rate_hz):
             features_TD, side, speaker = front_end.features_of(bundle, stretch.samples, speaker)
             logliks.append(bundle.log_likelihoods(features_TD, side))
@@ -170,7 +170,7 @@ class Aligner:
                             f"write the words as in the lexicon of the model, or give one ({option('lexicon', 'FILE')}).")
         return words
 
-    def _aligned(self, name: str, loglik_TP: Scores, words: Sequence[str], time_T: npt.NDArray[np.float64],
+    def _aligned(self, name: str, loglik_TP: Scores, words: Sequence[str], time_T: npt.NDArray[np.floating[Any]],
                  duration_s: float, sample_rate_hz: int) -> Alignment:
         found, cost = self.units(loglik_TP, words)
         posterior_TF = np.exp(loglik_TP + np.log(self.bundle.prior_P)) @ self._is_of_PF
@@ -203,6 +203,8 @@ class Aligner:
 
     def units(self, loglik_TP: Scores, words: Sequence[str]) -> tuple[list[Timed], float]:
         """Return the units of the best path and their frames, and its cost; DataError if none."""
+        if len(loglik_TP) == 0:
+            raise DataError("There are no frames to align; check that the recording has speech.")
         graph, units = graphs.of_text(self._language, words, DEVIATIONS, self._in_context)
         speech_P = self._is_of_PF[:, 1:].any(axis=1)
         garbage_T = loglik_TP[:, speech_P].max(axis=1) - GARBAGE_MARGIN

@@ -1,8 +1,7 @@
-"""Alignment of a text by dynamic programming over whole units, without states of a graph tool.
+"""Alignment of a text by trying every sequence of phones, without a graph tool.
 
-Written from the definition: a path is a sequence of units, each of which takes its HMM states in
-order; the score of a path is the sum of its frames' scores minus the costs of its deviations.
-Float64. Letters: T frames, P pdfs.
+A path is a sequence of units. Each unit takes its HMM states in order. The cost of a path is that
+of its frames and of its deviations from the text. Float64. Letters: T frames, P pdfs.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def test_wrong_arguments_are_one_error_before_anything_is_computed(
         model: Path, recording: Path, tmp_path: Path, command: Command) -> None:
     text = str(recording.with_suffix(".txt"))
     for words, code, part in (
-            ([str(model), str(recording)], 2, "MODEL AUDIO TEXT"), ([str(model), "--data", str(tmp_path), "--format", "srt"], 2, "--output"),
+            ([str(model), str(recording)], 2, "MODEL AUDIO TEXT"),
+            ([str(model), "--data", str(tmp_path), "--format", "srt"], 2, "--output"),
             ([str(model), str(recording), text, "--model", "run"], 2, "--model"),
             (["recipe=yesno", "--output", "ali.npz", "--format", "ctm"], 2, "--format"),
             ([str(model), str(recording), str(tmp_path / "absent.txt")], 3, "absent.txt"),
