@@ -80,9 +80,8 @@ class Aligner:
         language = bundle.language
         if language.given or not language.topology.lexicon or (
                 not language.tree and language.num_pdfs != language.topology.num_pdfs):
-            raise DataError(f"{bundle.path} was trained with a decoding graph (data.graph), so the phones of its "
-                            "HMM states are unknown; align with a model that was trained on a lexicon "
-                            "(data.lexicon).")
+            raise DataError(f"{bundle.path} was trained with a decoding graph (data.graph), so its "
+                            "phones are unknown; align with a model trained on a lexicon.")
         topology = language.topology
         if lexicon is not None:
             added = vocabulary.pronunciations(topology, Path(lexicon), warn)
@@ -99,12 +98,7 @@ class Aligner:
 
     @classmethod
     def load(cls, path: str | Path, *, trust: bool = False, lexicon: str | Path | None = None) -> Aligner:
-        """Read a model.
-
-        Args:
-            path: a run folder, its folder `final/`, or a file of `ngsgd export --format bundle`.
-            trust: import the module of a custom network, which runs its code. Default: False.
-            lexicon: as for `Aligner`.
+        """Read a run folder, its folder `final/`, or a bundle; `trust` as for `Recognizer.load`.
 
         Raises:
             ArgumentError: an argument has a wrong type.
@@ -131,13 +125,14 @@ class Aligner:
         """
         bundle, words = self.bundle, self.checked(text)
         if bundle.features.kind == "given":
-            raise DataError(f"{bundle.path} was trained on precomputed features (features.kind=given), so "
-                            "it cannot process audio; align a Kaldi data directory with feats.scp: ngsgd align MODEL --data DIR")
+            raise DataError(f"{bundle.path} was trained on precomputed features "
+                            "(features.kind=given), so it cannot process audio; align a data "
+                            "directory with feats.scp: ngsgd align MODEL --data DIR")
         rate_hz = bundle.features.sample_rate_hz
         with front_end.opened(audio, sample_rate_hz, rate_hz) as source:
             if source.num_channels > 1:
-                raise DataError(f"{source.name} has {source.num_channels} channels, and a text belongs to one; "
-                                "extract it: ffmpeg -i INPUT -map_channel 0.0.0 OUTPUT.wav")
+                raise DataError(f"{source.name} has {source.num_channels} channels, and a text "
+                                "belongs to one; extract it: ffmpeg -i INPUT -af 'pan=mono|c0=c0' OUTPUT.wav")
             samples_N = _resampled(source, rate_hz)
         logliks, time_T, speaker = list[Scores](), list[npt.NDArray[np.floating[Any]]](), Speaker()
         for stretch in _stretches(samples_N, rate_hz):
@@ -145,7 +140,7 @@ class Aligner:
             logliks.append(bundle.log_likelihoods(features_TD, side))
             time_T.append(stretch.first / rate_hz + FRAME_S * np.arange(len(features_TD)))
         if not logliks:
-            raise DataError(f"{source.name} has no speech; check that it is the recording of the text.")
+            raise DataError(f"{source.name} has no speech; use the recording of the text.")
         return self._aligned(source.name, np.concatenate(logliks), words, np.concatenate(time_T),
                              len(samples_N) / rate_hz, source.sample_rate_hz)
 
@@ -166,8 +161,9 @@ class Aligner:
             raise DataError("The text is empty; write the words of the recording.")
         known = self._language.topology.lexicon
         if not any(word in known for word in words):
-            raise DataError(f"No word of the text has a pronunciation, such as {words[0]}{lexicon.alike(words[0], known)}; "
-                            f"write the words as in the lexicon of the model, or give one ({option('lexicon', 'FILE')}).")
+            raise DataError(f"No word of the text has a pronunciation, such as {words[0]}"
+                            f"{lexicon.alike(words[0], known)}; write the words as in the lexicon "
+                            f"of the model, or give one ({option('lexicon', 'FILE')}).")
         return words
 
     def _aligned(self, name: str, loglik_TP: Scores, words: Sequence[str], time_T: npt.NDArray[np.floating[Any]],
@@ -178,16 +174,20 @@ class Aligner:
 
         def timed(text: str, units: Sequence[Timed]) -> Word:
             # geometric mean of the posterior of the phone of each frame
-            logs = [log_TF[one.first:one.end, self._phones.index(one.unit.phone)] for one in units if one.unit.phone != GARBAGE]
+            logs = [log_TF[one.first:one.end, self._phones.index(one.unit.phone)]
+                    for one in units if one.unit.phone != GARBAGE]
             confidence = min(1.0, math.exp(float(np.concatenate(logs).mean()))) if logs else 0.0
             end_s = min(float(time_T[units[-1].end - 1]) + FRAME_S, duration_s)
             return Word(text, float(time_T[units[0].first]), end_s, confidence)
-        spoken = {at: [one for one in found if one.unit.word == at] for at in range(len(words))}
-        aligned = {at: timed(words[at], units) for at, units in spoken.items() if units}
+        spoken: dict[int, list[Timed]] = {}
+        for one in found:
+            if one.unit.word is not None:
+                spoken.setdefault(one.unit.word, []).append(one)
+        aligned = {at: timed(words[at], units) for at, units in spoken.items()}
         known = self._language.topology.lexicon
         if not any(words[at] in known for at in aligned):
-            raise DataError(f"The text does not fit the speech of {name}: none of its {len(words)} words was found; "
-                            "check that they belong together, and the language of the model.")
+            raise DataError(f"None of the {len(words)} words of the text was found in {name}; check "
+                            "that they belong together, and the language of the model.")
         missing, before_s = list[Word](), 0.0
         for at, word in enumerate(words):
             if at in aligned:
@@ -195,7 +195,8 @@ class Aligner:
             else:
                 missing.append(Word(word, before_s, before_s, 0.0))
         hypothesis = Hypothesis(tuple(aligned.values()), cost, is_complete=True)
-        phones = tuple(timed(one.unit.phone, [one]) for one in found if one.unit.phone not in (GARBAGE, SILENCE_PHONE))
+        phones = tuple(timed(one.unit.phone, [one]) for one in found
+                       if one.unit.phone not in (GARBAGE, SILENCE_PHONE))
         extra = tuple(timed("", [one]) for one in found if one.unit == Unit(GARBAGE, None))
         unknown = tuple(word for at, word in aligned.items() if word.word not in known)
         return Alignment((Segment(1, 0.0, duration_s, (hypothesis,)),), duration_s, sample_rate_hz, 1,
@@ -210,8 +211,8 @@ class Aligner:
         garbage_T = loglik_TP[:, speech_P].max(axis=1) - GARBAGE_MARGIN
         path, frames = decoding.timed_path(graph, np.column_stack([loglik_TP, garbage_T]), _SEARCH)
         if not path.is_complete:
-            raise DataError(f"The {len(words)} words of the text cannot be aligned with {len(loglik_TP)} frames; "
-                            "check that they belong together.")
+            raise DataError(f"The {len(words)} words of the text cannot be aligned with "
+                            f"{len(loglik_TP)} frames; check that they belong together.")
         along = [units[int(label)] for label in path.words]
         if self._in_context:
             # phones have their labels one unit early; garbage and ends do not

@@ -179,17 +179,16 @@ def as_textgrid(transcript: Transcript, name: str = "") -> str:
         flags = [*(one._replace(word="not in text") for one in transcript.not_in_text),
                  *(one._replace(word="unknown word") for one in transcript.unknown)]
         tiers |= {"phones": transcript.phones, "deviations": tuple(sorted(flags, key=lambda one: one.start_s))}
-    end = f"{transcript.duration_s:.6g}" if transcript.duration_s < 1 else f"{transcript.duration_s:.3f}"
-    lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "xmin = 0", f"xmax = {end}",
+    end_s = round(transcript.duration_s, 3)
+    lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "xmin = 0", f"xmax = {end_s}",
              "tiers? <exists>", f"size = {len(tiers)}", "item []:"]
     for number, (tier, words) in enumerate(tiers.items(), start=1):
-        intervals = list(_intervals(words, float(end)))
-        lines += [f"    item [{number}]:", '        class = "IntervalTier"', f'        name = "{tier}"', "        xmin = 0",
-                  f"        xmax = {end}", f"        intervals: size = {len(intervals)}"]
-        for at, (start_s, end_s, text) in enumerate(intervals, start=1):
+        intervals = list(_intervals(words, end_s))
+        lines += [f"item [{number}]:", 'class = "IntervalTier"', f'name = "{tier}"', "xmin = 0",
+                  f"xmax = {end_s}", f"intervals: size = {len(intervals)}"]
+        for at, (start_s, stop_s, text) in enumerate(intervals, start=1):
             quoted = text.replace('"', '""')
-            lines += [f"        intervals [{at}]:", f"            xmin = {start_s:g}", f"            xmax = {end_s:g}",
-                      f'            text = "{quoted}"']
+            lines += [f"intervals [{at}]:", f"xmin = {start_s}", f"xmax = {stop_s}", f'text = "{quoted}"']
     return "\n".join([*lines, ""])
 
 
