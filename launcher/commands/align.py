@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from ngsgd.asr.transcript import Alignment
 
 # file suffix of each format
-_ENDINGS = {**{name: ENDINGS[name] for name in ("ctm", "textgrid", "json", "srt")}, "phone-ctm": ".phones.ctm"}
+_ENDINGS = {"phone-ctm": ".phones.ctm",
+            **{name: ENDINGS[name] for name in ("ctm", "textgrid", "json", "srt")}}
 _MAX_TEXT_BYTES = 1 << 26
-_EPILOG = ("A recording: ngsgd align MODEL AUDIO TEXT, or of a data directory: ngsgd align MODEL --data DIR. "
-           "States of a data set: ngsgd align --output FILE [--model RUN] [KEY=VALUE ...]. Exit codes: 0: all "
-           "recordings were aligned; 3: some were not; 2 and 6: none, because of a wrong argument or an unusable model")
+_EPILOG = ("A recording: ngsgd align MODEL AUDIO TEXT. A data directory: ngsgd align MODEL "
+           "--data DIR. States of a data set: ngsgd align --output FILE [--model RUN] "
+           "[KEY=VALUE ...]. Exit codes: 0: all recordings were aligned; 3: some were not; 2 and 6: "
+           "none, because of a wrong argument or an unusable model")
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -43,15 +45,17 @@ def command(arguments: Sequence[str]) -> int:
         "--model RUN": "run whose final model, data and settings are used for states (default: flat start)",
         "--trust": f"with a model: {TRUST}"})
     options = parser.parse_with_settings(
-        arguments, "settings of ngsgd train for states, such as recipe=fsdd data.source=PATH; or MODEL AUDIO TEXT: a run "
-                   "folder, its name or a bundle, an audio file, and a text file with its words")
+        arguments, "settings of ngsgd train for states, such as recipe=fsdd data.source=PATH; or "
+                   "MODEL AUDIO TEXT: a run folder, its name or a bundle, an audio file, and a text "
+                   "file with its words")
     if options.data is not None or (options.overrides and "=" not in options.overrides[0]):
         return _align_text(options)
     if unused := [f"--{name}" for name in ("format", "lexicon", "quiet") if getattr(options, name)]:
         raise ConfigError(f"{unused[0]} applies to the alignment of recordings; give MODEL AUDIO TEXT, or MODEL "
                           "and --data DIR.")
     if not options.output:
-        raise ConfigError("--output FILE is needed for the states of a data set; to align a recording give MODEL AUDIO TEXT.")
+        raise ConfigError("--output FILE is needed for the states of a data set; to align a "
+                          "recording give MODEL AUDIO TEXT.")
     return _label(options)
 
 

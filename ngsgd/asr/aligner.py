@@ -25,7 +25,7 @@ from ngsgd.asr.decode.decoding import Scores, Search
 from ngsgd.asr.decode.words import Hypothesis, Word
 from ngsgd.asr.front_end import FRAME_S, Speaker
 from ngsgd.asr.lang import graphs, lexicon, vocabulary
-from ngsgd.asr.lang.graphs import GARBAGE, Deviations, Unit
+from ngsgd.asr.lang.graphs import GARBAGE, Deviations, TextUnit
 from ngsgd.asr.lang.topology import SILENCE_PHONE
 from ngsgd.asr.recording import Recording, Resampler, Samples
 from ngsgd.asr.segmentation import Segmenter, Stretch
@@ -45,7 +45,7 @@ _LONGEST_S = 30.0
 class Timed(NamedTuple):
     """A unit of a text and its frames [first, end)."""
 
-    unit: Unit
+    unit: TextUnit
     first: int
     end: int
 
@@ -197,7 +197,7 @@ class Aligner:
         hypothesis = Hypothesis(tuple(aligned.values()), cost, is_complete=True)
         phones = tuple(timed(one.unit.phone, [one]) for one in found
                        if one.unit.phone not in (GARBAGE, SILENCE_PHONE))
-        extra = tuple(timed("", [one]) for one in found if one.unit == Unit(GARBAGE, None))
+        extra = tuple(timed("", [one]) for one in found if one.unit == TextUnit(GARBAGE, None))
         unknown = tuple(word for at, word in aligned.items() if word.word not in known)
         return Alignment((Segment(1, 0.0, duration_s, (hypothesis,)),), duration_s, sample_rate_hz, 1,
                          phones, tuple(missing), extra, unknown)

@@ -91,7 +91,8 @@ def graphs_in_context(language: Language, disambig: range = range(0), *,
     topology = language.topology
     num_states = (topology.num_silence_states, *(STATES_PER_PHONE for _ in topology.phones))
     end = disambig.stop if disambig else len(num_states) + 1
-    return context_tree.ContextGraphs(language.tree, num_states, disambig, end, end + 1 if has_garbage else 0)
+    garbage = end + 1 if has_garbage else 0
+    return context_tree.ContextGraphs(language.tree, num_states, disambig, end, garbage)
 
 
 def read(given: GivenGraph) -> Graph:
@@ -175,14 +176,16 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
     return Graph(_with_self_loops(fst), topology.words, topology)
 
 
-def of_transcript_in_context(language: Language, in_context: context_tree.ContextGraphs, words: Sequence[str]) -> Graph:
+def of_transcript_in_context(language: Language, in_context: context_tree.ContextGraphs,
+                             words: Sequence[str]) -> Graph:
     """As `of_transcript`, in tied states; `in_context` is `graphs_in_context(language)`."""
     topology = language.topology
-    fst = _in_states(_phones_of(topology, words, _word_label(topology, words)), topology, in_context)
-    return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
+    fst = _phones_of(topology, words, _word_label(topology, words))
+    fst = _with_self_loops(_in_states(fst, topology, in_context))
+    return Graph(fst, topology.words, topology, language.phone_states())
 
 
-class Unit(NamedTuple):
+class TextUnit(NamedTuple):
     """A phone in the graph of a text, or garbage, which is speech without known phones."""
 
     phone: str
@@ -203,7 +206,7 @@ class Deviations:
 
 
 def of_text(language: Language, words: Sequence[str], costs: Deviations,
-            in_context: context_tree.ContextGraphs | None = None) -> tuple[Graph, tuple[Unit, ...]]:
+            in_context: context_tree.ContextGraphs | None = None) -> tuple[Graph, tuple[TextUnit, ...]]:
     """Build the graph of a text from which the speech may deviate, and the unit of each label.
 
     Between words there may be silence and garbage, and a word may be skipped. A word without a
@@ -212,9 +215,9 @@ def of_text(language: Language, words: Sequence[str], costs: Deviations,
     with garbage) a label is one unit earlier, and the last units before garbage and before the end
     are followed by `END`.
     """
-    units: list[Unit] = []
+    units: list[TextUnit] = []
 
-    def label(unit: Unit) -> int:
+    def label(unit: TextUnit) -> int:
         units.append(unit)
         return len(units)
     fst = _phones_of(language.topology, words, label, costs, in_context)
@@ -222,34 +225,40 @@ def of_text(language: Language, words: Sequence[str], costs: Deviations,
     return Graph(_with_self_loops(fst), tuple(map(str, range(len(units))))), tuple(units)
 
 
-def _word_label(topology: Topology, words: Sequence[str]) -> Callable[[Unit], int]:
-    return lambda unit: topology.word_labels[words[unit.word]] if unit.is_first and unit.word is not None else EPSILON
+def _word_label(topology: Topology, words: Sequence[str]) -> Callable[[TextUnit], int]:
+    return lambda unit: EPSILON if unit.word is None or not unit.is_first else \
+        topology.word_labels[words[unit.word]]
 
 
-def _phones_of(topology: Topology, words: Sequence[str], label: Callable[[Unit], int], costs: Deviations | None = None,
+def _phones_of(topology: Topology, words: Sequence[str], label: Callable[[TextUnit], int],
+               costs: Deviations | None = None,
                in_context: context_tree.ContextGraphs | None = None) -> Any:
     """Build the transducer from phones to labels; without `costs` there are no deviations."""
     phones = (SILENCE_PHONE, *topology.phones)
     number_of = {phone: number for number, phone in enumerate(phones, 1)}
     fst = _new()
 
+    def add_silence(source: int, target: int) -> None:
+        silence = label(TextUnit(SILENCE_PHONE, None))
+        _add(fst, Arc(source, target, number_of[SILENCE_PHONE], silence, 0.0))
+
     def add_garbage(source: int, target: int, word: int | None, cost: float) -> None:
         symbol = len(phones) + 1
         if in_context:
             ended, symbol = fst.add_state(), in_context.garbage
-            _add(fst, Arc(source, ended, in_context.end, label(Unit(END, None)), 0.0))
+            _add(fst, Arc(source, ended, in_context.end, label(TextUnit(END, None)), 0.0))
             source = ended
-        _add(fst, Arc(source, target, symbol, label(Unit(GARBAGE, word)), cost))
+        _add(fst, Arc(source, target, symbol, label(TextUnit(GARBAGE, word)), cost))
 
     def after_gap(source: int) -> int:
         after: int = fst.add_state()
         _add_epsilon(fst, source, after)
-        _add(fst, Arc(source, after, number_of[SILENCE_PHONE], label(Unit(SILENCE_PHONE, None)), 0.0))
+        add_silence(source, after)
         if costs is None:
             return after
         before, garbage, after = after, fst.add_state(), fst.add_state()
         add_garbage(before, garbage, None, costs.garbage)
-        _add(fst, Arc(garbage, before, number_of[SILENCE_PHONE], label(Unit(SILENCE_PHONE, None)), 0.0))
+        add_silence(garbage, before)
         for state in (before, garbage):
             _add_epsilon(fst, state, after)
         return after
@@ -264,13 +273,14 @@ def _phones_of(topology: Topology, words: Sequence[str], label: Callable[[Unit],
             source = state
             for number, phone in enumerate(spelling, start=1):
                 target = ended if number == len(spelling) else fst.add_state()
-                _add(fst, Arc(source, target, number_of[phone], label(Unit(phone, at, number == 1)), 0.0))
+                unit = label(TextUnit(phone, at, number == 1))
+                _add(fst, Arc(source, target, number_of[phone], unit, 0.0))
                 source = target
         state = after_gap(ended)
     if in_context and costs:
         last = fst.add_state()
         # the decoder may move labels of arcs without input by a frame
-        _add(fst, Arc(state, last, in_context.end, label(Unit(END, None)), 0.0))
+        _add(fst, Arc(state, last, in_context.end, label(TextUnit(END, None)), 0.0))
         state = last
     fst.set_final(state, 0.0)
     return fst
