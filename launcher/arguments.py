@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import registry
-from ngsgd.launcher.text import printable
+from ngsgd.masking import printable
 
 JSON = "print JSON, and nothing else, on stdout"
 TRUST = "import the custom module that the run names (model._target_), even if another user or machine made the run"

@@ -14,7 +14,7 @@ from typing import TextIO
 from ngsgd import errors
 from ngsgd.errors import EXIT_RUN_FAILED, ConfigError, DataError, NgsgdError
 from ngsgd.launcher.screen import SCREEN
-from ngsgd.launcher.text import masked, printable
+from ngsgd.masking import masked, printable
 
 # extra -> import names of its packages, with =PACKAGE where that differs
 _EXTRAS = {

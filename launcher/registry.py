@@ -39,7 +39,7 @@ COMMANDS = (
     Command("stop", _TRAIN, "stop a run or a Ray job after its current outer iteration",
             "commands.cluster.jobs:stop", "runs"),
     Command("tune", _TRAIN, "learn learning rates, l2 and momentum by gradient on a short proxy run", takes="settings"),
-    Command("align", _TRAIN, "compute the HMM state of every frame from transcripts (flat start)", takes="settings"),
+    Command("align", _TRAIN, "align recordings with text: words and phones with times; or states of a data set", takes="settings"),
     Command("transcribe", _USE, "recognize recordings or live audio: text, JSON, CTM or captions", takes="runs"),
     Command("decode", _USE, "compute the WER on the test set or on other data", "commands.decode:decode", "runs"),
     Command("evaluate", _USE, "compute objective and frame accuracy, without decoding", "commands.decode:evaluate", "runs"),

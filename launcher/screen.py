@@ -5,15 +5,16 @@ Without a terminal there is no control code, and every phase is a plain line.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO, TypeVar
 
 from ngsgd.counting import duration
-from ngsgd.launcher.text import masked, printable
+from ngsgd.masking import masked, printable
 
 # a phase that took less leaves no line on a terminal
 _LONG_S = 2.0
@@ -24,6 +25,7 @@ _LOG_WIDTH = 100
 
 # the text of the status line that fits into a number of columns
 Status = Callable[[int], str]
+T = TypeVar("T")
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -33,6 +35,19 @@ def is_terminal(stream: TextIO) -> bool:
     except ValueError:
         # closed
         return False
+
+
+def with_progress(items: Iterable[T], total: int, about: str) -> Iterator[T]:
+    """Yield the items, with a progress bar on stderr if it is a terminal and there are several."""
+    # rich belongs to the extra [service], which recognition does not need
+    if total < 2 or not is_terminal(sys.stderr) or importlib.util.find_spec("rich") is None:
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, total=total, description=about)
 
 
 class Screen:

@@ -15,7 +15,7 @@ from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError, MissingExtraError
 from ngsgd.imports import first_line
 from ngsgd.launcher.mlflow.metrics import Figures, of_machines, records_of, storable
-from ngsgd.launcher.text import masked
+from ngsgd.masking import masked
 from ngsgd.runs.run_folder import RunFolder, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, Tracker
 

@@ -1,4 +1,4 @@
-"""Masking of user names, passwords and tokens in texts and settings."""
+"""Texts for a terminal: user names, passwords and tokens masked, control characters escaped."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ _REST = (
 _VARIABLES = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "RAY_AUTH_TOKEN")
 # A shorter password occurs in too many words.
 _SHORTEST = 6
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+# control characters: C0 but for newline and tab, DEL, C1, marks that reorder text, line separators,
+# half characters
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _known: set[str] = set()
 
 
@@ -64,3 +68,8 @@ def conceal(url: str) -> None:
 def is_masked(text: str) -> bool:
     """Return whether a URL is masked, so that user and password must come from another source."""
     return f"://{MASK}@" in text or f"={MASK}" in text
+
+
+def printable(text: str) -> str:
+    """Escape control characters, such as \\x1b; newlines and tabs stay."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], _COLORS.sub("", text))

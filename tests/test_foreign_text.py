@@ -31,8 +31,8 @@ from ngsgd.errors import NgsgdError
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.run_state import state_of
-from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why import facts
+from ngsgd.masking import masked, printable
 from ngsgd.models.nnet3 import raw_models, structure
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import read_manifest

@@ -17,7 +17,7 @@ from ngsgd.launcher.console import version
 from ngsgd.launcher.reports import comparison, figures
 from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.comparison import ComparedRun, Group, Identity, identity
-from ngsgd.launcher.text import printable
+from ngsgd.masking import printable
 from ngsgd.runs.run_folder import RunFolder, find_run
 
 # rows of the table on the terminal; the page has all

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, RUN, TRUST, WORDS, Parser, out_of_range, words_of
-from ngsgd.launcher.text import printable
+from ngsgd.masking import printable
 from ngsgd.runs.run_folder import find_run
 
 if TYPE_CHECKING:

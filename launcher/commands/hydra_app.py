@@ -22,8 +22,8 @@ from ngsgd.launcher.console import run_guarded
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.screen import SCREEN
-from ngsgd.launcher.text import masked
 from ngsgd.launcher.why import failed_commands
+from ngsgd.masking import masked
 from ngsgd.runs import trust as permission
 from ngsgd.runs.run_folder import Place, RunFolder, find_run, run_to_continue
 

@@ -13,7 +13,7 @@ from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, RUN, Parser
 from ngsgd.launcher.console import version
 from ngsgd.launcher.run_state import state_of
-from ngsgd.launcher.text import masked, printable
+from ngsgd.masking import masked, printable
 from ngsgd.runs.run_folder import find_run
 
 __all__ = ["command", "describe_run", "end_lines", "examples", "progress_line", "state_of"]

@@ -21,8 +21,8 @@ from ngsgd.launcher.reports.figures import draw
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts
-from ngsgd.launcher.text import masked
 from ngsgd.launcher.trackers import of_kind, require_package
+from ngsgd.masking import masked
 from ngsgd.phase import Phase
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.runs import trust as permission

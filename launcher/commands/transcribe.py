@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,8 +15,8 @@ from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import make_directories, write_text
 from ngsgd.launcher.arguments import TRUST, WORDS, Parser, words_of
 from ngsgd.launcher.config.config_builder import require_writable
-from ngsgd.launcher.screen import is_terminal
-from ngsgd.launcher.text import printable
+from ngsgd.launcher.screen import is_terminal, with_progress
+from ngsgd.masking import printable
 
 if TYPE_CHECKING:
     from ngsgd.asr.recognizer import Recognizer
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.decoding.transcribe import Outcome
 
 _STREAM = "-"
-_ENDINGS = {"text": ".txt", "json": ".json", "ctm": ".ctm", "srt": ".srt"}
+ENDINGS = {"text": ".txt", "json": ".json", "ctm": ".ctm", "srt": ".srt", "textgrid": ".TextGrid"}
 # chunk of a live stream; it delays the words
 _CHUNK_S = 0.2
 # in a line of the summary
@@ -46,21 +45,22 @@ def command(arguments: Sequence[str]) -> int:
                 both = [str(path) for path in audio if path.stem == stem][:2]
                 raise ConfigError(f"{both[0]} and {both[1]} would be written to one file of "
                                   "--output; transcribe them one after the other into different folders.")
-    elif options.format == "srt" and len(audio) > 1:
-        raise ConfigError(f"--format srt of {len(audio)} recordings needs a file for each; give a folder with --output.")
+    elif options.format in ("srt", "textgrid") and len(audio) > 1:
+        raise ConfigError(f"--format {options.format} of {len(audio)} recordings needs a file for each; "
+                          "give a folder with --output.")
     recognizer = Recognizer(open_bundle(options.model, trust=options.trust).with_words(**changed))
     if options.audio == [_STREAM]:
         return _stream(recognizer, options)
     began = time.monotonic()
     outcomes = service.transcribe_all(recognizer, audio, num_best=options.nbest, num_processes=options.processes, trust=True)
     finished = []
-    for outcome in _with_progress(outcomes, len(audio)):
+    for outcome in with_progress(outcomes, len(audio), "transcribing"):
         if outcome.transcript is not None:
             _write(outcome, outcome.transcript, options, is_alone=len(audio) == 1)
         finished.append(outcome)
     _summarize(finished, recognizer.sample_rate_hz, time.monotonic() - began, quiet=options.quiet)
     if others and not options.quiet:
-        _say(f"{counted(len(others), 'file')} not read, because of the ending: {_listed(others)}; "
+        _say(f"{counted(len(others), 'file')} not read, because of the ending: {listed_names(others)}; "
              "convert audio: ffmpeg -i INPUT -ac 1 OUTPUT.wav")
     failed = any(outcome.transcript is None for outcome in finished)
     return DataError.exit_code if failed else EXIT_OK
@@ -74,7 +74,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("audio", metavar="AUDIO", nargs="+",
                         help="files (wav, flac, ogg, mp3 and others), folders or patterns; -: "
                              "stdin, one of these files or raw 16-bit samples")
-    parser.add_argument("--format", choices=tuple(_ENDINGS), default="text", help="format of the result (default: %(default)s)")
+    parser.add_argument("--format", choices=tuple(ENDINGS), default="text", help="format of the result (default: %(default)s)")
     parser.declare({
         "--output -o FOLDER": "folder for one file per recording (default: stdout)",
         "--nbest N": (1, "number of hypotheses per segment"),
@@ -96,18 +96,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _with_progress(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
-    # rich belongs to the extra [service], which recognition does not need
-    if total < 2 or not is_terminal(sys.stderr) or importlib.util.find_spec("rich") is None:
-        yield from outcomes
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        yield from bar.track(outcomes, total=total, description="transcribing")
-
-
 def _write(outcome: Outcome, transcript: Transcript, options: argparse.Namespace, *, is_alone: bool) -> None:
     from ngsgd.asr.transcript import FORMATS
 
@@ -120,7 +108,7 @@ def _write(outcome: Outcome, transcript: Transcript, options: argparse.Namespace
         return
     folder = Path(options.output)
     make_directories(folder)
-    write_text(folder / f"{outcome.audio.stem}{_ENDINGS[options.format]}", text)
+    write_text(folder / f"{outcome.audio.stem}{ENDINGS[options.format]}", text)
 
 
 def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, quiet: bool) -> None:
@@ -137,7 +125,7 @@ def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, q
                 wider = "" if rate > rate_hz else "; the model was trained on a wider band"
                 _say(f"resampled from {rate} to {rate_hz} Hz by soxr: {counted(number, 'file')}{wider}")
         if empty := [audio for audio, transcript in done if not transcript.words]:
-            _say(f"no words in {counted(len(empty), 'file')}: {_listed(empty)}")
+            _say(f"no words in {counted(len(empty), 'file')}: {listed_names(empty)}")
     if failed and len(outcomes) > 1:
         _say(f"{counted(len(failed), 'file')} failed:")
     for outcome in failed:
@@ -184,7 +172,8 @@ def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _listed(names: Sequence[Path | str]) -> str:
+def listed_names(names: Sequence[Path | str]) -> str:
+    """Return the first names, and dots for the others."""
     return ", ".join(map(str, names[:_MAX_NAMES])) + (" ..." if len(names) > _MAX_NAMES else "")
 
 

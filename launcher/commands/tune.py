@@ -18,7 +18,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, reason_of
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import CONFIG, JSON, Parser
 from ngsgd.launcher.mlflow.store import experiment_id, open_client, resolved, tracking_uri
-from ngsgd.launcher.text import masked
+from ngsgd.masking import masked
 from ngsgd.object_storage.urls import is_url
 from ngsgd.pipeline.tuning import Proxy, Tuned, coarse_searcher, search, settings_of
 from ngsgd.runs.run_folder import what_is_trained

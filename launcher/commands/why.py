@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, RUN, Parser
 from ngsgd.launcher.run_state import state_of
-from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import Answer, explain, explain_command, lines_about
+from ngsgd.masking import masked, printable
 from ngsgd.object_storage.urls import is_url, local_root
 from ngsgd.runs import stored_run
 from ngsgd.runs.run_folder import find_run

@@ -21,7 +21,7 @@ from ngsgd.counting import counted
 from ngsgd.errors import NgsgdError
 from ngsgd.launcher.console import version
 from ngsgd.launcher.mlflow.store import without_login
-from ngsgd.launcher.text import conceal
+from ngsgd.masking import conceal
 from ngsgd.runs.stored_run import check_output_url
 
 # prepared digits, checkpoints and a tracking store take less than 1 GiB

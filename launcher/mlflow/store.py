@@ -25,7 +25,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import read_json
 from ngsgd.imports import first_line
 from ngsgd.interface import is_command_line
-from ngsgd.launcher.text import MASK, conceal, is_masked, masked
+from ngsgd.masking import MASK, conceal, is_masked, masked
 from ngsgd.object_storage.urls import local_root
 from ngsgd.runs.run_folder import what_is_trained
 

@@ -26,7 +26,7 @@ from ngsgd.launcher.console import version
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.mlflow.metrics import Figures, MachineLoad, of_machines, records_of, storable
 from ngsgd.launcher.mlflow.store import Say
-from ngsgd.launcher.text import masked
+from ngsgd.masking import masked
 from ngsgd.phase import Phase
 from ngsgd.runs.run_folder import RunFolder, resume_command
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord

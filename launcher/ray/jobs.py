@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.launcher.ray.probe import require_dashboard, require_version
-from ngsgd.launcher.text import printable
+from ngsgd.masking import printable
 
 if TYPE_CHECKING:
     from ngsgd.launcher.arguments import Parser

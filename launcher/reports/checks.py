@@ -12,7 +12,7 @@ from ngsgd.config.build import flatten
 from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.reports.history import FAULTS, RunHistory
-from ngsgd.launcher.text import masked
+from ngsgd.masking import masked
 
 if TYPE_CHECKING:
     from ngsgd.config import RunConfig

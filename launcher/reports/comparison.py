@@ -16,7 +16,7 @@ from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
 from ngsgd.files import log_lines, parse_json, read_json, read_log, sha256
 from ngsgd.launcher.reports.checks import PLACES
-from ngsgd.launcher.text import masked
+from ngsgd.masking import masked
 from ngsgd.runs.config_file import read_config
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.word_errors import WordErrors

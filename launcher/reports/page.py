@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ngsgd.launcher.text import printable
+from ngsgd.masking import printable
 
 # name -> (light, dark); marks keep 3:1 against the card of their mode, text 4.5:1
 COLORS = {"blue": ("#1f6fb4", "#58a6e8"), "orange": ("#b85c0a", "#f0a050"),

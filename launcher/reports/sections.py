@@ -15,8 +15,8 @@ from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
 from ngsgd.launcher.reports.efficiency import efficiency_of, sites_of
 from ngsgd.launcher.reports.history import LayerRow, RunHistory
-from ngsgd.launcher.text import masked
 from ngsgd.launcher.why.faults import bad_examples
+from ngsgd.masking import masked
 from ngsgd.schedules import JOB_RATE
 from ngsgd.word_errors import WordErrors
 

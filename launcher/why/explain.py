@@ -17,10 +17,10 @@ from ngsgd.errors import FailureKind, failure_kind
 from ngsgd.files import read_json
 from ngsgd.launcher.registry import COMMANDS
 from ngsgd.launcher.run_state import state_of
-from ngsgd.launcher.text import masked
 from ngsgd.launcher.why.causes import INTERRUPTED, KILLED, LOST_WORK, MAY_HELP, WORKLOAD, of_error, of_worker
 from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted
 from ngsgd.launcher.why.faults import Fault, bad_examples, faults_of
+from ngsgd.masking import masked
 from ngsgd.runs import stored_run
 from ngsgd.runs.failure_record import failed_command
 from ngsgd.runs.run_folder import RunFolder

@@ -9,14 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ngsgd.asr.aligner import Aligner
     from ngsgd.asr.bundle import Bundle
     from ngsgd.asr.recognizer import Recognizer
-    from ngsgd.asr.transcript import Partial, Segment, Transcript
+    from ngsgd.asr.transcript import Alignment, Partial, Segment, Transcript
 
-_HOME_OF = {"Bundle": "bundle", "Recognizer": "recognizer", "Partial": "transcript", "Segment": "transcript",
-            "Transcript": "transcript"}
+_HOME_OF = {"Aligner": "aligner", "Alignment": "transcript", "Bundle": "bundle", "Partial": "transcript",
+            "Recognizer": "recognizer", "Segment": "transcript", "Transcript": "transcript"}
 
-__all__ = ["Bundle", "Partial", "Recognizer", "Segment", "Transcript"]
+__all__ = ["Aligner", "Alignment", "Bundle", "Partial", "Recognizer", "Segment", "Transcript"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,36 +9,31 @@ Letters: N samples, C channels, T frames, D features, S side values (i-vectors),
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ngsgd.arguments import checks_arguments
-from ngsgd.asr import recording
-from ngsgd.asr.adapt.projections import FmllrStats
+from ngsgd.asr import front_end, recording
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.decoding import StreamingDecoder
 from ngsgd.asr.decode.words import recognized
 from ngsgd.asr.features import cmvn, filterbank
-from ngsgd.asr.ivectors.model import IvectorStream, SpeakerState
+from ngsgd.asr.front_end import FRAME_S, Speaker, features_of
+from ngsgd.asr.ivectors.model import IvectorStream
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.asr.recording import Recording, Resampler, Samples
 from ngsgd.asr.segmentation import Segmenter, Stretch
 from ngsgd.asr.transcript import Partial, Segment, Transcript
-from ngsgd.data.frames import Side
 from ngsgd.errors import ArgumentError, DataError
-from ngsgd.imports import first_line
 
-FRAME_S = 0.01
 # beam of the lattices for confidences and further hypotheses (nats); segments are long, and with
 # twice this beam determinization takes 20 times as long as everything else
 LATTICE_BEAM = 4.0
-_BLOCK_S = 5.0  # block length for arrays
 # length of a stream after which the scale of its integers is certain
 _SCALE_S = 10.0
 
@@ -131,14 +126,10 @@ class Recognizer:
             DataError: the audio cannot be read, or has invalid values.
         """
         _check_num_best(num_best)
-        if isinstance(audio, (str, Path)):
-            if sample_rate_hz is not None:
-                raise DataError(f"sample_rate_hz was given with the file {audio}, whose header specifies "
-                                "it; omit sample_rate_hz.")
-            with recording.opened(Path(audio)) as source:
-                return self.transcribe(source, num_best=num_best)
-        if not isinstance(audio, Recording):
-            audio = self._recording(audio, sample_rate_hz)
+        with front_end.opened(audio, sample_rate_hz, self.sample_rate_hz) as source:
+            return self._transcribe(source, num_best)
+
+    def _transcribe(self, audio: Recording, num_best: int) -> Transcript:
         channels = [_Channel(self, number, audio.sample_rate_hz, num_best) for number in range(1, audio.num_channels + 1)]
         segments: list[Segment] = []
         num_samples = 0
@@ -173,13 +164,13 @@ class Recognizer:
             DataError: a chunk has a wrong shape or invalid values.
         """
         _check_num_best(num_best)
-        rate_hz = self._rate(sample_rate_hz)
+        rate_hz = front_end.rate_of(sample_rate_hz, self.sample_rate_hz)
         recording.check_rate("the stream", rate_hz)
         channel = _Channel(self, 1, rate_hz, num_best)
         draft: _Draft | None = None
         peak = num_samples = 0
         for chunk in chunks:
-            chunk_N = _array(chunk, "the stream")
+            chunk_N = front_end.array_of(chunk, "the stream")
             peak, num_samples = max(peak, recording.peak_of_32_bits(chunk_N)), num_samples + chunk_N.size
             # the scale of a quiet chunk alone is unknown
             if num_samples >= _SCALE_S * rate_hz:
@@ -200,36 +191,6 @@ class Recognizer:
         recording.check_peak_of_32_bits(peak, "the stream")
         yield from channel.finish()
 
-    def _rate(self, sample_rate_hz: Any) -> int:
-        """The sampling rate of samples; raises ArgumentError for another type than a number."""
-        if sample_rate_hz is None:
-            return self.sample_rate_hz
-        is_number = isinstance(sample_rate_hz, numbers.Real) and not isinstance(sample_rate_hz, bool)
-        if not is_number or not float(sample_rate_hz).is_integer():
-            raise ArgumentError(f"sample_rate_hz is {sample_rate_hz!r}; pass an integer, such as 16000.")
-        return int(sample_rate_hz)
-
-    def _recording(self, audio: npt.ArrayLike, sample_rate_hz: int | None) -> Recording:
-        samples = _array(audio, "the array")
-        if samples.ndim not in (1, 2):
-            raise DataError(f"the samples have the shape {samples.shape}; pass one dimension, or samples "
-                            "and channels.")
-        # the shorter dimension is the channels
-        samples_NC = samples[:, None] if samples.ndim == 1 else \
-            samples.T if samples.shape[0] < samples.shape[1] else samples
-        rate_hz = self._rate(sample_rate_hz)
-        recording.check_rate("the array", rate_hz, samples_NC.shape[1])
-        recording.check_peak_of_32_bits(recording.peak_of_32_bits(samples_NC), "the array")
-        # also for an array without samples
-        recording.scaled(samples_NC[:0], "the array")
-        blocks = iter(range(0, len(samples_NC), round(_BLOCK_S * rate_hz)))
-
-        def read(size: int) -> npt.NDArray[Any]:
-            first = next(blocks, len(samples_NC))
-            return samples_NC[first : first + size]
-        return Recording("the array", rate_hz, samples_NC.shape[1], read)
-
-
 class _Channel:
     """One channel: resampling, segmentation, and recognition of each segment."""
 
@@ -239,7 +200,7 @@ class _Channel:
         self._resampler: Resampler | None = None
         if sample_rate_hz != recognizer.sample_rate_hz:
             self._resampler = Resampler(sample_rate_hz, recognizer.sample_rate_hz)
-        self.speaker = _Speaker()
+        self.speaker = Speaker()
 
     def accept(self, samples_N: Samples) -> Iterator[Segment]:
         """Yield the segments that end in these samples."""
@@ -260,7 +221,7 @@ class _Channel:
 
     def _segment(self, stretch: Stretch) -> Segment:
         bundle = self._bundle
-        features_TD, side, self.speaker = _front(bundle, stretch.samples, self.speaker)
+        features_TD, side, self.speaker = features_of(bundle, stretch.samples, self.speaker)
         found = recognized(bundle.graph, bundle.log_likelihoods(features_TD, side), bundle.search,
                            lattice_beam=LATTICE_BEAM, frame_shift_s=FRAME_S,
                            num_best=self._num_best, calibration=bundle.calibration)
@@ -271,45 +232,10 @@ class _Channel:
             for word in one.words)) for one in found))
 
 
-@dataclass(frozen=True)
-class _Speaker:
-    """Statistics of the segments of a channel so far."""
-
-    stats: cmvn.Stats | None = None
-    mean: cmvn.CmnState | None = None
-    ivectors: SpeakerState | None = None
-    fmllr: FmllrStats | None = None
-
-
-def _front(bundle: Bundle, samples_N: Samples, speaker: _Speaker) -> tuple[npt.NDArray[np.float32], Side | None, _Speaker]:
-    """(normalized features, i-vectors, state for the next segment of the channel)."""
-    raw_TD = filterbank.extract(samples_N, bundle.features)
-    if bundle.features.cmvn == "online":
-        mean = cmvn.OnlineMean(bundle.statistics, speaker.mean)
-        deviation_D = cmvn.mean_and_deviation(bundle.statistics)[1]
-        normal_TD = ((raw_TD - mean.accept(raw_TD)) / deviation_D).astype(np.float32)
-        speaker = replace(speaker, mean=mean.heard())
-    elif bundle.features.cmvn == "speaker":
-        stats = cmvn.statistics(raw_TD) + (0.0 if speaker.stats is None else speaker.stats)
-        normal_TD, speaker = cmvn.normalized(raw_TD, stats), replace(speaker, stats=stats)
-    else:
-        [normal_TD] = filterbank.normalize([raw_TD], [""], bundle.features)
-    if bundle.adaptation is not None:
-        normal_TD, fmllr = bundle.adaptation.adapt(normal_TD, speaker.fmllr, bundle.find_path)
-        return normal_TD, None, replace(speaker, fmllr=fmllr)
-    if bundle.ivectors is None:
-        return normal_TD, None, speaker
-    stream = IvectorStream(bundle.ivectors, speaker.ivectors)
-    stream.accept(raw_TD)
-    speaker = replace(speaker, ivectors=stream.finish())
-    row_T = (np.arange(len(raw_TD)) // bundle.ivectors.front.config.period).astype(np.int32)
-    return normal_TD, Side(stream.rows(), row_T), speaker
-
-
 class _Draft:
     """A segment, decoded as its samples arrive, and its words so far."""
 
-    def __init__(self, bundle: Bundle, first: int, speaker: _Speaker) -> None:
+    def __init__(self, bundle: Bundle, first: int, speaker: Speaker) -> None:
         self.first, self._num_samples, self._num_frames = first, 0, 0
         self._features = filterbank.stream(bundle.features)
         self._rate_hz = bundle.features.sample_rate_hz
@@ -341,21 +267,6 @@ class _Draft:
             return None
         self._words = words
         return Partial(words, self.first / self._rate_hz, (self.first + len(samples_N)) / self._rate_hz)
-
-
-def _array(audio: npt.ArrayLike | Sequence[float], name: str) -> npt.NDArray[Any]:
-    if isinstance(audio, (bytes, bytearray)) or (isinstance(audio, memoryview) and audio.itemsize == 1):
-        raise DataError(f"{name} consists of bytes, whose type is unknown; pass numpy.frombuffer(audio, "
-                        "'int16') for raw samples of 16 bits.")
-    try:
-        if isinstance(audio, torch.Tensor):
-            tensor = audio.detach().cpu()
-            # NumPy has no such type
-            return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
-        return np.asarray(audio)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise DataError(f"{name} cannot be converted to an array of samples ({first_line(error)}); pass "
-                        "numbers.") from error
 
 
 def _check_num_best(num_best: Any) -> None:

@@ -102,6 +102,31 @@ class Transcript:
                 "segments": [_segment_json(segment) for segment in self.segments]}
 
 
+@dataclass(frozen=True)
+class Alignment(Transcript):
+    """A recording aligned with its text; `words` are the words of the text that were found.
+
+    Attributes:
+        phones: phones of the words; the confidence is the goodness of pronunciation, the geometric
+            mean of the posterior probability of the phone over its frames.
+        not_spoken: words of the text that were not found, at the end of the word before.
+        not_in_text: stretches of speech that are not in the text, without a word.
+        unknown: words without a pronunciation, aligned with any speech, of confidence 0.
+    """
+
+    phones: tuple[Word, ...]
+    not_spoken: tuple[Word, ...]
+    not_in_text: tuple[Word, ...]
+    unknown: tuple[Word, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: those of a transcript, the phones, and the deviations from the text."""
+        parts = {name: [{"word" if name != "phones" else "phone": one.word, **_times(one),
+                         "confidence": round(one.confidence, 4)} for one in getattr(self, name)]
+                 for name in ("phones", "not_spoken", "not_in_text", "unknown")}
+        return {**super().to_json(), **parts}
+
+
 def as_text(transcript: Transcript, name: str = "") -> str:
     """Format one line per segment with words, prefixed by `name` and, of several, the channel."""
     lines = []
@@ -121,10 +146,7 @@ def as_json(transcript: Transcript, name: str = "") -> str:
 
 def as_ctm(transcript: Transcript, name: str = "") -> str:
     """Format lines "name channel start duration word confidence" of NIST; spaces become _."""
-    name = "_".join(name.split()) or "-"
-    return "".join(f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} "
-                   f"{word.word} {word.confidence:.3f}\n"
-                   for segment in transcript.segments for word in segment.words)
+    return _ctm(name, ((segment.channel, word) for segment in transcript.segments for word in segment.words))
 
 
 def as_srt(transcript: Transcript, name: str = "") -> str:
@@ -139,17 +161,73 @@ def as_srt(transcript: Transcript, name: str = "") -> str:
                    for number, (start_s, end_s, text) in enumerate(sorted(captions), start=1))
 
 
-FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt}
+def as_phone_ctm(transcript: Transcript, name: str = "") -> str:
+    """Format the phones of an alignment as `as_ctm` does words."""
+    phones = transcript.phones if isinstance(transcript, Alignment) else ()
+    return _ctm(name, ((1, phone) for phone in phones))
+
+
+def as_textgrid(transcript: Transcript, name: str = "") -> str:
+    """Format the tiers of Praat: words of each channel; of an alignment also phones and deviations.
+
+    Intervals cover the recording; those without a word are empty. `name` is not used.
+    """
+    several = transcript.num_channels > 1
+    tiers = {f"words{f' {number}' if several else ''}": transcript.channel(number).words
+             for number in range(1, transcript.num_channels + 1)}
+    if isinstance(transcript, Alignment):
+        flags = [*(one._replace(word="not in text") for one in transcript.not_in_text),
+                 *(one._replace(word="unknown word") for one in transcript.unknown)]
+        tiers |= {"phones": transcript.phones, "deviations": tuple(sorted(flags, key=lambda one: one.start_s))}
+    end_s = round(transcript.duration_s, 3)
+    lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "xmin = 0", f"xmax = {end_s}",
+             "tiers? <exists>", f"size = {len(tiers)}", "item []:"]
+    for number, (tier, words) in enumerate(tiers.items(), start=1):
+        intervals = list(_intervals(words, end_s))
+        lines += [f"item [{number}]:", 'class = "IntervalTier"', f'name = "{tier}"', "xmin = 0",
+                  f"xmax = {end_s}", f"intervals: size = {len(intervals)}"]
+        for at, (start_s, stop_s, text) in enumerate(intervals, start=1):
+            quoted = text.replace('"', '""')
+            lines += [f"intervals [{at}]:", f"xmin = {start_s}", f"xmax = {stop_s}", f'text = "{quoted}"']
+    return "\n".join([*lines, ""])
+
+
+FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt, "textgrid": as_textgrid,
+           "phone-ctm": as_phone_ctm}
+
+
+def _times(part: Word | Segment) -> dict[str, float]:
+    return {"start_s": round(part.start_s, 3), "end_s": round(part.end_s, 3)}
 
 
 def _segment_json(segment: Segment) -> dict[str, Any]:
-    def times(part: Word | Segment) -> dict[str, float]:
-        return {"start_s": round(part.start_s, 3), "end_s": round(part.end_s, 3)}
     hypotheses = [{
         "text": " ".join(word.word for word in one.words), "cost": one.cost if one.words else None,
-        "words": [{"word": word.word, **times(word), "confidence": round(word.confidence, 4)}
+        "words": [{"word": word.word, **_times(word), "confidence": round(word.confidence, 4)}
                   for word in one.words]} for one in segment.hypotheses]
-    return {"channel": segment.channel, **times(segment), "hypotheses": hypotheses}
+    return {"channel": segment.channel, **_times(segment), "hypotheses": hypotheses}
+
+
+def _ctm(name: str, words: Iterable[tuple[int, Word]]) -> str:
+    name = "_".join(name.split()) or "-"
+    return "".join(f"{name} {channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
+                   for channel, word in words)
+
+
+def _intervals(words: Iterable[Word], end_s: float) -> Iterator[tuple[float, float, str]]:
+    """Yield intervals of positive length from 0 to `end_s`, rounded to milliseconds."""
+    at_s = 0.0
+    for word in words:
+        # words of neighboring segments may overlap by less than a frame
+        start_s, word_end_s = max(at_s, round(word.start_s, 3)), min(end_s, round(word.end_s, 3))
+        if word_end_s <= start_s:
+            continue
+        if start_s > at_s:
+            yield at_s, start_s, ""
+        yield start_s, word_end_s, word.word
+        at_s = word_end_s
+    if at_s < end_s:
+        yield at_s, end_s, ""
 
 
 def _captions(words: Iterable[Word]) -> Iterator[list[Word]]:

@@ -27,8 +27,7 @@ from ngsgd.curvature.layer_decomposition import expansion_of, plain_product
 from ngsgd.curvature.losses import LossCall, LossCalls, LossEvaluation, require_linear
 from ngsgd.curvature.samples import has_reentrant_checkpoint
 from ngsgd.errors import ConfigError, DataError
-from ngsgd.ops.second_derivatives import REENTRANT
-from ngsgd.ops.tensors import without_autocast
+from ngsgd.ops.tensors import REENTRANT, without_autocast
 
 _VIEWS = ("View", "ReshapeAlias", "Alias", "Slice", "Select", "Narrow", "Split", "Chunk", "Unbind", "Transpose", "TBackward",
           "Permute", "Squeeze", "Unsqueeze", "Expand", "AsStrided", "Diagonal")

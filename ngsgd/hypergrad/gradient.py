@@ -16,7 +16,7 @@ from ngsgd.hypergrad.hyperparameters import HyperGrad, HypergradientReport, Hype
 from ngsgd.hypergrad.job_replay import ENGINES, JobSegment, Numbers, PlainGradients, SegmentGrad
 from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, ModuleTask, TrainingTask  # noqa: F401  (ModuleTask: for the doctest)
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
-from ngsgd.ops.second_derivatives import naming_missing
+from ngsgd.ops.tensors import naming_missing
 
 
 class LocalJobs:

@@ -18,7 +18,7 @@ from ngsgd.hypergrad.adjoint import Adjoint, MoveAdjoint, Shortened, Velocity, s
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
 from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, TrainingTask
-from ngsgd.ops.second_derivatives import twice_differentiable
+from ngsgd.ops.tensors import twice_differentiable
 
 ENGINES = ("reversible", "store")
 

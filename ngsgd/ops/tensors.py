@@ -1,18 +1,25 @@
-"""Checks and layouts of the tensors that users give; they read no values and wait for no device."""
+"""Checks and layouts of the tensors that users give, which read no values and wait for no device;
+and contexts of autocast and of passes that are differentiated twice.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ngsgd.errors import ArgumentError, ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
 FULL = (torch.float32, torch.float64)
+REENTRANT = ("needs gradients of gradients, which reentrant activation checkpointing does not "
+             "support; use checkpoint(.., use_reentrant=False).")
 _DIMENSIONS = {0: "a number", 1: "a vector", 2: "a matrix, one row per sample"}
 
 
@@ -78,3 +85,23 @@ class DeviceNumbers:
     def __getstate__(self) -> dict[str, Any]:
         # Copies of an optimizer make their own.
         return {"_known": {}}
+
+
+def twice_differentiable() -> contextlib.AbstractContextManager[None]:
+    """Context in which attention runs its MATH kernel, the only one with a second derivative."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+@contextlib.contextmanager
+def naming_missing(who: str) -> Iterator[None]:
+    """Context that raises ConfigError and names an operation without a second derivative."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise ConfigError(f"{who} {REENTRANT}") from error
+        if (missing := re.search(r"derivative for (\S+) is not implemented", str(error))) is None:
+            raise
+        raise ConfigError(f"{who} needs second derivatives, and torch has none for {missing[1]}; "
+                          "replace that operation, let torch choose the kernel of an attention "
+                          "(MATH has them), or choose a first-order method, such as KFAC.") from error

@@ -16,7 +16,8 @@ from safetensors.torch import save
 from torch import nn
 
 from ngsgd.asr import bundle
-from ngsgd.asr.decode.tuning import DecodingWeights
+from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.decode.tuning import Calibration, DecodingWeights
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
@@ -82,6 +83,28 @@ def _trained(features: FeatureConfig) -> tuple[dict[str, bytes], cmvn.Stats]:
     return files, all_speech
 
 
+def trained_on(labelled: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], topology: Topology) -> Bundle:
+    """A small network of the HMM states of these recordings (samples at 8 kHz, state of each
+    frame), trained in seconds.
+    """
+    features, window = FeatureConfig(sample_rate_hz=RATE_HZ, num_mel_bins=20, cmvn="utterance"), Window(8, 8, 20)
+    raw = [filterbank.extract(samples.astype(np.float32), features) for samples, _ in labelled]
+    all_speech = cmvn.statistics(np.concatenate(raw))
+    x_NI = torch.from_numpy(np.concatenate([_spliced(_normalized(one, features, all_speech), 8) for one in raw]))
+    y_N = torch.from_numpy(np.concatenate([state_T for _, state_T in labelled]).astype(np.int64))
+    config = ModelConfig(num_layers=2, hidden_dim=128)
+    model = build_model(config, window.num_inputs, topology.num_pdfs, seed=0, window=window)
+    optimizer, generator = torch.optim.Adam(model.parameters(), lr=0.003), torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for rows in torch.randperm(len(y_N), generator=generator).split(512):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x_NI[rows]), y_N[rows]).backward()
+            optimizer.step()
+    prior_P = np.maximum(np.bincount(y_N.numpy(), minlength=topology.num_pdfs), 1) / len(y_N)
+    return Bundle(Path("model"), model.eval(), prior_P, window, features, all_speech, None, None, Language(topology),
+                  DecodeConfig(), DecodingWeights(0.3, 1.0), Calibration(), {})
+
+
 def _utterance(rng: np.random.Generator,
                features: FeatureConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """(features, HMM state of each frame): loud frames are a word's, a third for each state."""
@@ -104,6 +127,6 @@ def _normalized(raw_TD: npt.NDArray[np.float32], features: FeatureConfig,
     return np.asarray((raw_TD - mean_TD) / cmvn.mean_and_deviation(all_speech)[1], np.float32)
 
 
-def _spliced(normal_TD: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    at_TW = (np.arange(len(normal_TD))[:, None] + np.arange(-2, 3)).clip(0, len(normal_TD) - 1)
+def _spliced(normal_TD: npt.NDArray[np.float32], context: int = 2) -> npt.NDArray[np.float32]:
+    at_TW = (np.arange(len(normal_TD))[:, None] + np.arange(-context, context + 1)).clip(0, len(normal_TD) - 1)
     return np.asarray(normal_TD[at_TW].reshape(len(normal_TD), -1), np.float32)

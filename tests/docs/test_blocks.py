@@ -26,7 +26,7 @@ _LOADER = [(torch.zeros(8, 40), torch.arange(8)) for _ in range(3)]
 _GIVEN: dict[str, dict[str, Any]] = {"docs/natural-gradient.md": {"torch": torch, "loader": _LOADER}}
 # processes import their script
 _SCRIPTS = {"docs/any-model.md", "docs/local-sgd.md", "docs/trackers.md"}
-_OF_A_RUN = {"docs/tutorial.md", "docs/transcribe.md", "docs/export.md"}
+_OF_A_RUN = {"docs/tutorial.md", "docs/transcribe.md", "docs/align.md", "docs/export.md"}
 # their own tests run them and check the output
 _ELSEWHERE = {"docs/curvature.md", "docs/mlflow.md", "docs/preconditioners.md"}
 
@@ -120,6 +120,7 @@ def test_python_with_a_trained_model_runs(tutorial: Path, monkeypatch: pytest.Mo
     (tutorial / "names.txt").write_text(f"anna {' '.join(TOPOLOGY.lexicon['one'][0])}\n")
     (tutorial / "names.jsgf").write_text("<name> = anna+;")
     _run("docs/transcribe.md", {"samples": samples, "chunks": samples.split(4000)})
+    _run("docs/align.md", {})
 
 
 @pytest.mark.slow

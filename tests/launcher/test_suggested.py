@@ -62,7 +62,7 @@ def test_commands_in_comments_of_files_can_be_given() -> None:
 
 
 @pytest.mark.parametrize("line", [
-    "ngsgd resume --workers 3", "ngsgd train --multirn", "ngsgd info --nam first", "ngsgd align recipe=fsdd",
+    "ngsgd resume --workers 3", "ngsgd train --multirn", "ngsgd info --nam first", "ngsgd align --format pdf",
     "ngsgd train schedule.lr=1", "ngsgd export --format tflite RUN FILE",
     *(pytest.param(line, marks=pytest.mark.slow) for line in ("ray start --haed", "ray job submit --adress=x -- y",
                                                               "mlflow server --prot 5000"))])

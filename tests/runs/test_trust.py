@@ -68,6 +68,7 @@ GADGETS: dict[str, Callable[[Path], ModelConfig]] = {
 }
 COMMANDS = (["resume", "RUN"], ["decode", "RUN"], ["decode", "RUN", "--streaming"], ["evaluate", "RUN"],
             ["evaluate", "RUN", "--outer-iter", "1"], ["export", "RUN", "-o", "OUT"], ["align", "--model", "RUN", "-o", "OUT"],
+            ["align", "RUN", "absent.wav", __file__],
             ["train", "init_model=RUN", "output_dir=OUT", "cluster=in_process"])
 READERS = (["report", "RUN"], ["status", "RUN"], ["info", "RUN"], ["logs", "RUN"], ["stop", "RUN"], ["compare", "RUN"])
 

@@ -21,8 +21,8 @@ from ngsgd.launcher.ray.jobs import ENDED, JobServer, told
 from ngsgd.launcher.ray.probe import require_dashboard
 from ngsgd.launcher.reports.progress import ProgressTracker, figures_in, final_lines, iteration_line
 from ngsgd.launcher.run_state import is_elsewhere, may_be_alive, state_of
-from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import explain
+from ngsgd.masking import masked, printable
 from ngsgd.object_storage.urls import is_url
 from ngsgd.runs import stored_run
 from ngsgd.runs.run_folder import RunFolder, find_run, known_run

@@ -212,6 +212,8 @@ class ContextGraphs:
     num_states: Sequence[int]  # of each phone, from phone 1
     disambig: Sequence[int]  # symbols on the phone side that pass through C and H
     end: int  # symbol that closes a phone sequence
+    # symbol of speech without phones, after an end and before a start; 0: none
+    garbage: int = 0
     # pdfs of a phone in context, each with its input label of C
     _labels: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
@@ -242,6 +244,9 @@ class ContextGraphs:
             for number, symbol in enumerate(self.disambig):
                 label = len(self._labels) + 1 + number
                 fst.add_arc(state, kaldifst.StdArc(label, symbol, 0.0, state))
+        if self.garbage:
+            label = len(self._labels) + 1 + len(self.disambig)
+            fst.add_arc(last, kaldifst.StdArc(label, self.garbage, 0.0, fst.start))
         kaldifst.arcsort(fst, "olabel")
         return fst
 
@@ -250,7 +255,8 @@ class ContextGraphs:
         """H: pdfs + 1 to labels of C."""
         _ = self.context
         return pdfs_to_labels(self._labels.items(), (
-            (self.tree.num_pdfs + 1 + number, len(self._labels) + 1 + number) for number in range(len(self.disambig))))
+            (self.tree.num_pdfs + 1 + number, len(self._labels) + 1 + number)
+            for number in range(len(self.disambig) + bool(self.garbage))))
 
     def _label(self, left: int, center: int, right: int) -> int:
         # trees of left biphones do not ask for the last one

@@ -50,7 +50,7 @@ class Arc(NamedTuple):
 def build(language: Language, *, silence_prob: float) -> Graph:
     """Build HCLG; `silence_prob` is of silence before, between and after words (0: both cost 0)."""
     topology = language.topology
-    fst, phones, disambig = _lexicon(topology, silence_prob)
+    fst, disambig = _lexicon(topology, silence_prob)
     if language.grammar:
         grammar = language.grammar.acceptor(topology.word_labels)
     elif language.arpa:
@@ -75,17 +75,8 @@ def build(language: Language, *, silence_prob: float) -> Graph:
     fst = kaldifst.compose(fst, grammar)
     _determinize(fst)
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
-    kaldifst.arcsort(fst, "ilabel")
-    if language.tree:
-        in_context = graphs_in_context(language, disambig=disambig)
-        fst = kaldifst.compose(in_context.context, context_tree.closed(fst, in_context.end))
-        states = in_context.states
-        kaldifst.arcsort(fst, "ilabel")
-    else:
-        labels = [(topology.pdfs_of_phone(phone), number) for number, phone in enumerate(phones, start=1)]
-        symbols = enumerate(disambig, start=topology.num_pdfs + 1)
-        states = context_tree.pdfs_to_labels(labels, symbols)
-    fst = kaldifst.compose(states, fst)
+    in_context = graphs_in_context(language, disambig) if language.tree else None
+    fst = _in_states(fst, topology, in_context, disambig)
     _determinize(fst)
     num_pdfs = language.num_pdfs
     fst = _rewritten(fst, lambda label, output, cost: (label if label <= num_pdfs else EPSILON, output, cost))
@@ -93,13 +84,15 @@ def build(language: Language, *, silence_prob: float) -> Graph:
     return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
 
 
-def graphs_in_context(language: Language, disambig: range = range(0)) -> context_tree.ContextGraphs:
-    """C and H of a language with tied states."""
+def graphs_in_context(language: Language, disambig: range = range(0), *,
+                      has_garbage: bool = False) -> context_tree.ContextGraphs:
+    """C and H of a language with tied states, and the symbol of garbage (see `of_text`)."""
     assert language.tree is not None
     topology = language.topology
     num_states = (topology.num_silence_states, *(STATES_PER_PHONE for _ in topology.phones))
     end = disambig.stop if disambig else len(num_states) + 1
-    return context_tree.ContextGraphs(language.tree, num_states, disambig, end)
+    garbage = end + 1 if has_garbage else 0
+    return context_tree.ContextGraphs(language.tree, num_states, disambig, end, garbage)
 
 
 def read(given: GivenGraph) -> Graph:
@@ -179,45 +172,137 @@ def log_finals(graph: Graph) -> dict[int, float]:
 
 def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
     """Build the graph of words, with all pronunciations and optional silence, without costs."""
-    fst = _new()
-    state = fst.start
-    for word in words:
-        label = topology.word_labels[word]
-        before = _after_optional_silence(fst, state, topology)
-        state = fst.add_state()
-        for phones in topology.lexicon[word]:
-            _add_epsilon(fst, _chain(fst, before, topology.pdfs_of(phones), label=label), state)
-    fst.set_final(_after_optional_silence(fst, state, topology), 0.0)
-    return Graph(fst, topology.words, topology)
+    fst = _in_states(_phones_of(topology, words, _word_label(topology, words)), topology)
+    return Graph(_with_self_loops(fst), topology.words, topology)
 
 
-def of_transcript_in_context(language: Language, in_context: context_tree.ContextGraphs, words: Sequence[str]) -> Graph:
+def of_transcript_in_context(language: Language, in_context: context_tree.ContextGraphs,
+                             words: Sequence[str]) -> Graph:
     """As `of_transcript`, in tied states; `in_context` is `graphs_in_context(language)`."""
     topology = language.topology
-    number_of = {phone: number for number, phone in enumerate((SILENCE_PHONE, *topology.phones), 1)}
+    fst = _phones_of(topology, words, _word_label(topology, words))
+    fst = _with_self_loops(_in_states(fst, topology, in_context))
+    return Graph(fst, topology.words, topology, language.phone_states())
+
+
+class TextUnit(NamedTuple):
+    """A phone in the graph of a text, or garbage, which is speech without known phones."""
+
+    phone: str
+    word: int | None  # position of its word in the text; None between words
+    is_first: bool = False  # of its word
+
+
+# phones of units that are none: garbage, and the end of a phone sequence in context
+GARBAGE, END = "", "#"
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """Costs of speech that deviates from a text, in the unit of the scaled costs."""
+
+    skip: float     # of a word that is not spoken
+    garbage: float  # of a stretch of speech that is not in the text
+
+
+def of_text(language: Language, words: Sequence[str], costs: Deviations,
+            in_context: context_tree.ContextGraphs | None = None) -> tuple[Graph, tuple[TextUnit, ...]]:
+    """Build the graph of a text from which the speech may deviate, and the unit of each label.
+
+    Between words there may be silence and garbage, and a word may be skipped. A word without a
+    pronunciation is garbage. The pdf of garbage is `language.num_pdfs`. Every unit has a label,
+    whose number is that of the unit + 1, where the unit starts. In context (`graphs_in_context`
+    with garbage) a label is one unit earlier, and the last units before garbage and before the end
+    are followed by `END`.
+    """
+    units: list[TextUnit] = []
+
+    def label(unit: TextUnit) -> int:
+        units.append(unit)
+        return len(units)
+    fst = _phones_of(language.topology, words, label, costs, in_context)
+    fst = _in_states(fst, language.topology, in_context, has_garbage=True)
+    return Graph(_with_self_loops(fst), tuple(map(str, range(len(units))))), tuple(units)
+
+
+def _word_label(topology: Topology, words: Sequence[str]) -> Callable[[TextUnit], int]:
+    return lambda unit: EPSILON if unit.word is None or not unit.is_first else \
+        topology.word_labels[words[unit.word]]
+
+
+def _phones_of(topology: Topology, words: Sequence[str], label: Callable[[TextUnit], int],
+               costs: Deviations | None = None,
+               in_context: context_tree.ContextGraphs | None = None) -> Any:
+    """Build the transducer from phones to labels; without `costs` there are no deviations."""
+    phones = (SILENCE_PHONE, *topology.phones)
+    number_of = {phone: number for number, phone in enumerate(phones, 1)}
     fst = _new()
 
-    def after_optional_silence(source: int) -> int:
+    def add_silence(source: int, target: int) -> None:
+        silence = label(TextUnit(SILENCE_PHONE, None))
+        _add(fst, Arc(source, target, number_of[SILENCE_PHONE], silence, 0.0))
+
+    def add_garbage(source: int, target: int, word: int | None, cost: float) -> None:
+        symbol = len(phones) + 1
+        if in_context:
+            ended, symbol = fst.add_state(), in_context.garbage
+            _add(fst, Arc(source, ended, in_context.end, label(TextUnit(END, None)), 0.0))
+            source = ended
+        _add(fst, Arc(source, target, symbol, label(TextUnit(GARBAGE, word)), cost))
+
+    def after_gap(source: int) -> int:
         after: int = fst.add_state()
         _add_epsilon(fst, source, after)
-        _add(fst, Arc(source, after, number_of[SILENCE_PHONE], EPSILON, 0.0))
+        add_silence(source, after)
+        if costs is None:
+            return after
+        before, garbage, after = after, fst.add_state(), fst.add_state()
+        add_garbage(before, garbage, None, costs.garbage)
+        add_silence(garbage, before)
+        for state in (before, garbage):
+            _add_epsilon(fst, state, after)
         return after
-    state = after_optional_silence(fst.start)
-    for word in words:
+    state = after_gap(fst.start)
+    for at, word in enumerate(words):
         ended = fst.add_state()
-        for phones in topology.lexicon[word]:
-            source, output = state, topology.word_labels[word]
-            for at, phone in enumerate(phones, start=1):
-                target = ended if at == len(phones) else fst.add_state()
-                _add(fst, Arc(source, target, number_of[phone], output, 0.0))
-                source, output = target, EPSILON
-        state = after_optional_silence(ended)
+        if costs is not None and word not in topology.lexicon:
+            add_garbage(state, ended, at, 0.0)
+        elif costs is not None:
+            _add(fst, Arc(state, ended, EPSILON, EPSILON, costs.skip))
+        for spelling in topology.lexicon.get(word, ()) if costs else topology.lexicon[word]:
+            source = state
+            for number, phone in enumerate(spelling, start=1):
+                target = ended if number == len(spelling) else fst.add_state()
+                unit = label(TextUnit(phone, at, number == 1))
+                _add(fst, Arc(source, target, number_of[phone], unit, 0.0))
+                source = target
+        state = after_gap(ended)
+    if in_context and costs:
+        last = fst.add_state()
+        # the decoder may move labels of arcs without input by a frame
+        _add(fst, Arc(state, last, in_context.end, label(TextUnit(END, None)), 0.0))
+        state = last
     fst.set_final(state, 0.0)
+    return fst
+
+
+def _in_states(fst: Any, topology: Topology, in_context: context_tree.ContextGraphs | None = None,
+               disambig: Sequence[int] = (), *, has_garbage: bool = False) -> Any:
+    """Replace the phones of a transducer by their pdfs + 1, without self-loops."""
     kaldifst = _kaldifst()
-    fst = kaldifst.compose(in_context.context, context_tree.closed(fst, in_context.end))
+    if in_context:
+        if has_garbage:
+            kaldifst.arcsort(fst, "ilabel")
+        else:
+            fst = context_tree.closed(fst, in_context.end)
+        fst, states = kaldifst.compose(in_context.context, fst), in_context.states
+    else:
+        phones = (SILENCE_PHONE, *topology.phones)
+        labels = [(topology.pdfs_of_phone(phone), number) for number, phone in enumerate(phones, start=1)]
+        symbols = (len(phones) + 1,) if has_garbage else disambig
+        states = context_tree.pdfs_to_labels(labels, enumerate(symbols, start=topology.num_pdfs + 1))
     kaldifst.arcsort(fst, "ilabel")
-    fst = kaldifst.compose(in_context.states, fst)
-    return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
+    return kaldifst.compose(states, fst)
 
 
 def within(graph: Graph, words: Sequence[str]) -> Graph:
@@ -233,8 +318,8 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     return replace(graph, fst=kaldifst.compose(graph.fst, transcript, match_side="right"))
 
 
-def _lexicon(topology: Topology, silence_prob: float) -> tuple[Any, tuple[str, ...], range]:
-    """L, closed under repetition, its phones (numbered from 1), and the symbols after them."""
+def _lexicon(topology: Topology, silence_prob: float) -> tuple[Any, range]:
+    """L, closed under repetition, with phones numbered from 1, and the symbols after them."""
     phones = (SILENCE_PHONE, *topology.phones)
     number_of = {phone: number for number, phone in enumerate(phones, start=1)}
     entries = _disambiguated(topology)
@@ -263,7 +348,7 @@ def _lexicon(topology: Topology, silence_prob: float) -> tuple[Any, tuple[str, .
     # the label of #0 in `arpa.acceptor`
     _add(fst, Arc(loop, loop, backoff, len(topology.words) + 1, 0.0))
     fst.set_final(loop, 0.0)
-    return fst, phones, disambig
+    return fst, disambig
 
 
 def _disambiguated(topology: Topology) -> list[tuple[str, Pronunciation, int]]:
@@ -312,23 +397,6 @@ def _rewritten(fst: Any, change: Callable[[int, int, float], tuple[int, int, flo
         for arc in iterator(fst, state):
             copy.add_arc(state, new_arc(*change(arc.ilabel, arc.olabel, arc.weight.value), arc.nextstate))
     return copy
-
-
-def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) -> int:
-    """Add states for these pdfs after `source`, each with a self-loop; return the last one."""
-    for pdf in pdfs:
-        following = fst.add_state()
-        _add(fst, Arc(source, following, pdf + 1, label, 0.0))
-        _add(fst, Arc(following, following, pdf + 1, EPSILON, 0.0))
-        source, label = following, EPSILON
-    return source
-
-
-def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
-    after: int = fst.add_state()
-    _add_epsilon(fst, source, after)
-    _add_epsilon(fst, _chain(fst, source, topology.silence_pdfs), after)
-    return after
 
 
 def _determinize(fst: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import arpa, grammar, lexicon
 from ngsgd.asr.lang.language import Language
-from ngsgd.asr.lang.topology import SILENCE_PHONE
+from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import ConfigError, DataError, warn
 from ngsgd.interface import option
 
@@ -55,12 +55,7 @@ def of_model(language: Language, vocabulary: Vocabulary, report: Callable[[str],
                         f"requires the {topology.num_pdfs} untied states of phones; train without "
                         "data.graph to change words at decoding time.")
     if vocabulary.lexicon:
-        read = lexicon.read(vocabulary.lexicon, topology.num_silence_states, report)
-        known = (*topology.phones, SILENCE_PHONE)
-        if missing := [phone for phone in read.phones if phone not in known]:
-            raise DataError(f"the lexicon {vocabulary.lexicon} uses phones that the model does not have: "
-                            f"{lexicon.listed(missing)}; use only {' '.join(topology.phones)}.")
-        topology = replace(topology, lexicon=read.lexicon)
+        topology = replace(topology, lexicon=pronunciations(topology, vocabulary.lexicon, report))
     # a list of words keeps the grammar of the model; a new language model replaces it
     own = None if vocabulary.arpa else language.grammar
     rules = grammar.read(vocabulary.grammar) if vocabulary.grammar else own
@@ -85,6 +80,16 @@ def of_model(language: Language, vocabulary: Vocabulary, report: Callable[[str],
         lexicon.require_shared(topology.words, arpa.words(text), "the language model of the model", report)
     one_word = language.is_one_word and not text
     return Language(topology, text, one_word, tree=language.tree, word_counts=language.word_counts, grammar=rules)
+
+
+def pronunciations(topology: Topology, path: Path, report: Callable[[str], None] = warn) -> dict[str, tuple[Pronunciation, ...]]:
+    """Read a lexicon in the phones of `topology`; DataError if it has others, or is damaged."""
+    read = lexicon.read(path, topology.num_silence_states, report)
+    known = (*topology.phones, SILENCE_PHONE)
+    if missing := [phone for phone in read.phones if phone not in known]:
+        raise DataError(f"the lexicon {path} uses phones that the model does not have: "
+                        f"{lexicon.listed(missing)}; use only {' '.join(topology.phones)}.")
+    return read.lexicon
 
 
 def weight_problems(scale: Any, penalty: Any) -> Iterator[tuple[str, str]]:

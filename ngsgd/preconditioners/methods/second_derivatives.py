@@ -21,7 +21,7 @@ from ngsgd.curvature.layers import upcast
 from ngsgd.curvature.products import FullModelProducts, expanded
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients, eigh
-from ngsgd.ops.second_derivatives import naming_missing, twice_differentiable
+from ngsgd.ops.tensors import naming_missing, twice_differentiable
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.blocks import flat, unflat
 from ngsgd.preconditioners.states import Layout, State

@@ -18,7 +18,7 @@ from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.mlflow.store import with_login
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.reports.progress import ProgressTracker
-from ngsgd.launcher.text import is_masked, masked, printable
+from ngsgd.masking import is_masked, masked, printable
 from ngsgd.pipeline.run import Run
 from ngsgd.runs import config_file
 from ngsgd.runs.run_folder import with_digest

@@ -86,7 +86,7 @@ def test_two_checkpoints_with_job_states_are_kept(seldom: CheckpointStore, monke
 
 
 def test_after_a_return_to_an_earlier_state_new_checkpoints_outlive_the_later_ones(seldom: CheckpointStore) -> None:
-    # of a run that goes on after outer iteration 3
+    # of a run that continues after outer iteration 3
     saved = seldom.save(at(4), state(9.0))
     assert seldom.outer_iters() == [3, 4, 6]
     again = seldom.load(seldom.directory / "iter-000004")
