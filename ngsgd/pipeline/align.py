@@ -78,7 +78,10 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
             # only the speech of data.added_dirs has no labels
             known = {utt_id: pdf_T for utt_id, pdf_T in _labels(speech).items() if not (pdf_T == UNALIGNED).any()}
         states, logliks = _align(speech, config, report, known)
-        errors = word_errors(speech, config.decode, logliks, report) if config.align.num_full_passes and not known else None
+        errors = None
+        if config.align.num_full_passes and not known:
+            decoded = corpus.with_language_model(speech, config.data, report) if config.data.lm_order else speech
+            errors = word_errors(decoded, config.decode, logliks, report)
         alignments.write(path, states)
         watch.stored(path, errors)
     return path

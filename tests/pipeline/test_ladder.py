@@ -19,7 +19,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import RunInterrupted
-from ngsgd.pipeline import adaptation
+from ngsgd.pipeline import adaptation, align, score
 from ngsgd.pipeline.decoding.decode_data import DecodeRequest, decode_data
 from ngsgd.pipeline.ladder import with_rungs
 from ngsgd.pipeline.recipes import recipe
@@ -98,18 +98,27 @@ def test_rungs_are_read_back_and_damaged_ones_are_none(tmp_path: Path, damaged: 
 
 
 @pytest.mark.slow
-def test_a_stopped_ladder_continues_at_its_rung(tmp_path: Path) -> None:
+def test_a_stopped_ladder_continues_at_its_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = list[str]()
+
+    def word_errors(speech: Corpus, *others: Any) -> WordErrors:
+        decoded.append(speech.language.arpa)
+        return score.word_errors(speech, *others)
+    # of the flat start and the rung of tied states
+    monkeypatch.setattr(align, "word_errors", word_errors)
     for module in ("kaldi_decoder", "kaldi_native_fbank", "kaldialign"):
         pytest.importorskip(module)
     config = recipe(
         "kaldi", output_dir=tmp_path / "runs", features={"kind": "mfcc", "num_mel_bins": 23},
-        data={"source": write_data(tmp_path / "speech", num_utterances=16), "num_leaves": 12},
+        data={"source": write_data(tmp_path / "speech", num_utterances=16), "num_leaves": 12, "lm_order": 2},
         adaptation={"lda_dim": 12, "fmllr": True}, cluster={"kind": "in_process", "num_workers": 1},
         egs={"left_context": 3, "right_context": 3, "samples_per_iter": 4000},
         model={"hidden_dim": 32, "num_layers": 1}, schedule={"num_epochs": 1.5},
         decode={"acoustic_scales": [0.1], "word_penalties": [0.0]})
     with pytest.raises(RunInterrupted):
         build_run(config, Services(stop=StopAfter(3)))
+    # each rung is decoded with the language model of the run
+    assert len(decoded) == 2 and all("ngram 2=" in arpa for arpa in decoded)
     networks = tmp_path / "runs" / "data" / "networks"
     [stopped] = networks.iterdir()
     lines: list[str] = []

@@ -229,8 +229,12 @@ def _complete(folder: Path, data: DataConfig, report: Report) -> Corpus:
         graphs.check(language.given)
     language = replace(language, word_counts=lexicon.count_words(sets["train"].texts))
     corpus = _labelled(Corpus(name=data.corpus, language=language, content=content, **sets), data, report)
-    if not data.lm_order:
-        return corpus
+    return with_language_model(corpus, data, report) if data.lm_order else corpus
+
+
+def with_language_model(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
+    """Return the corpus with the n-gram model of `data.lm_order` instead of its grammar or graph."""
+    language = corpus.language
     if language.num_pdfs != language.topology.num_pdfs:
         raise DataError("data.lm_order needs a graph made of the lexicon, and the states of this "
                         "corpus are those of a graph that came with it; remove data.lm_order.")
