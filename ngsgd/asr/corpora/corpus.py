@@ -233,7 +233,7 @@ def _complete(folder: Path, data: DataConfig, report: Report) -> Corpus:
 
 
 def with_language_model(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
-    """Return the corpus with the n-gram model of `data.lm_order` instead of its grammar or graph."""
+    """Return the corpus with the n-gram model of `data.lm_order`, not its grammar or graph."""
     language = corpus.language
     if language.num_pdfs != language.topology.num_pdfs:
         raise DataError("data.lm_order needs a graph made of the lexicon, and the states of this "
