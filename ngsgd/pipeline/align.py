@@ -41,7 +41,7 @@ _TIED_REALIGNS_AT = (9, 17, 24)
 # of training speech, at least; Kaldi has 10,000 Gaussians of tied states for five hours
 _FRAMES_PER_GAUSSIAN = 100
 # increase it if the same settings would give another alignment
-RECIPE_VERSION = 4
+RECIPE_VERSION = 5
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -95,7 +95,7 @@ def _labels(speech: Corpus) -> States:
 def _align(speech: Corpus, config: RunConfig, report: Report, known: States) -> tuple[States, Scores]:
     """Return the states of unknown utterances, and the scores of Gaussian mixtures."""
     oov, x_TK = config.data.oov_word, forced_alignment.Decorrelated(speech)
-    transcripts, starts = Transcripts(speech, oov), forced_alignment.flat_start(speech, oov)
+    transcripts, starts = Transcripts(speech, oov), forced_alignment.silence_start(speech, oov, x_TK)
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(starts)
     if num_short:
         report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "

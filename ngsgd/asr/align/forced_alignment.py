@@ -24,6 +24,11 @@ from ngsgd.data import mapped
 from ngsgd.errors import DataError
 from ngsgd.phase import Each
 
+# frames at either end of an utterance that are silence initially; at most a tenth of it
+_EDGE_FRAMES, _NUM_SILENCE_PASSES = 10, 5
+# frames on either side over which scores of speech and silence are smoothed
+_SMOOTHING = 5
+
 States = Mapping[str, PdfIds]  # utt_id -> states of its frames
 # utt_id -> T x P: log densities, or log posteriors minus log priors
 Scores = Callable[[str], npt.NDArray[np.float32]]
@@ -42,6 +47,32 @@ def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
         raise DataError("No utterance has as many frames as its words have states; check the "
                         "lexicon, and that the transcripts belong to this audio.")
     return states
+
+
+def silence_start(corpus: Corpus, oov: str, x_TK: Mapping[str, Features]) -> dict[str, PdfIds]:
+    """Return a flat start in which only speech frames are divided into the states of the words.
+
+    Two Gaussians, of the first and last frames of all utterances and of the others, classify
+    frames. If the speech is shorter than its states, the complete utterance is divided.
+    """
+    starts, topology = flat_start(corpus, oov), corpus.language.topology
+    is_speech = {}
+    for utt_id, pdf_T in starts.items():
+        frame_T, width = np.arange(len(pdf_T)), min(_EDGE_FRAMES, len(pdf_T) // 10)
+        is_speech[utt_id] = ((frame_T >= width) & (frame_T < len(pdf_T) - width)).astype(np.int32)
+    train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
+    for _ in range(_NUM_SILENCE_PASSES):
+        fitted, _ = StateMixtures.single(lambda: gaussians.joined((x_TK[utt_id], is_speech[utt_id]) for utt_id in train), 2)
+        for utt_id, pdf_T in starts.items():
+            if len(pdf_T) > 2 * _SMOOTHING:
+                better_T = np.diff(fitted.log_likelihood(x_TK[utt_id]), axis=1)[:, 0]
+                is_speech[utt_id] = (np.convolve(better_T, np.ones(2 * _SMOOTHING + 1), mode="same") > 0).astype(np.int32)
+    for utt_id, words, _ in _utterances(corpus, oov):
+        spoken = [pdf for word in words for pdf in topology.pdfs_of(topology.lexicon[word][0])]
+        if utt_id in starts and is_speech[utt_id].sum() >= len(spoken):
+            for mask_T, pdfs in ((is_speech[utt_id] == 0, topology.silence_pdfs), (is_speech[utt_id] == 1, spoken)):
+                starts[utt_id][mask_T] = np.array(pdfs, np.int32)[np.arange(mask_T.sum()) * len(pdfs) // max(1, mask_T.sum())]
+    return starts
 
 
 def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> PdfIds | None:
