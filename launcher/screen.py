@@ -37,6 +37,11 @@ def is_terminal(stream: TextIO) -> bool:
         return False
 
 
+def say(line: str) -> None:
+    """Print a line on stderr, with control characters escaped."""
+    print(printable(line), file=sys.stderr)
+
+
 def with_progress(items: Iterable[T], total: int, about: str) -> Iterator[T]:
     """Yield the items, with a progress bar on stderr if it is a terminal and there are several."""
     # rich belongs to the extra [service], which recognition does not need

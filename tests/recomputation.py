@@ -23,7 +23,7 @@ from safetensors.numpy import save
 
 from ngsgd.config import RunConfig
 
-# a function of one vector, with a reference of its own (tests/reference/compression.py)
+# a function of one vector, with a separate reference (tests/reference/compression.py)
 from ngsgd.ops.compression import decode, encode
 
 Vector = npt.NDArray[np.float32]
@@ -157,7 +157,7 @@ class Recomputation:
                 if process.state.outer_iter != outer_iter:
                     self._commit(process, outer_iter)
                 if line["model"] != self.digest(process.state.W):
-                    self.problems.append(f"outer iteration {outer_iter}: its model does not follow from what was accepted")
+                    self.problems.append(f"outer iteration {outer_iter}: its model does not follow from the accepted results")
 
     def _plan(self, process: _Process, outer_iter: int, line: Line) -> None:
         state = process.state

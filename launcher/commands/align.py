@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.commands.transcribe import ENDINGS, listed_names
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.config.config_builder import require_paths, require_writable
-from ngsgd.launcher.screen import with_progress
+from ngsgd.launcher.screen import say, with_progress
 from ngsgd.masking import printable
 from ngsgd.object_storage.urls import is_url
 from ngsgd.runs.run_folder import RunFolder, find_run, require_unchanged
@@ -95,9 +94,9 @@ def _align_text(options: argparse.Namespace) -> int:
             _write(utt_id, aligner.align_scores(loglik_TP, text, utt_id), format_name, options)
         except DataError as error:
             num_failed += 1
-            _say(f"ngsgd: {utt_id}: {error}")
+            say(f"ngsgd: {utt_id}: {error}")
     if not options.quiet:
-        _say(f"{counted(len(everything) - num_failed, 'utterance')} aligned, {num_failed} failed")
+        say(f"{counted(len(everything) - num_failed, 'utterance')} aligned, {num_failed} failed")
     return DataError.exit_code if num_failed else EXIT_OK
 
 
@@ -124,7 +123,7 @@ def _write(name: str, alignment: Alignment, format_name: str, options: argparse.
             ("without a pronunciation", alignment.unknown)):
         if found:
             places = [f"{one.word or '-'} {one.start_s:.2f} s" for one in found]
-            _say(f"{name}: {title}: {listed_names(places)}")
+            say(f"{name}: {title}: {listed_names(places)}")
 
 
 def _label(options: argparse.Namespace) -> int:
@@ -157,7 +156,3 @@ def _label(options: argparse.Namespace) -> int:
                         f"({error.strerror or error}); make room, or choose another place.") from error
     print(f"alignment {output}; use it with data.alignment={output}")
     return EXIT_OK
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr)

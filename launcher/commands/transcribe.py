@@ -15,7 +15,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import make_directories, write_text
 from ngsgd.launcher.arguments import TRUST, WORDS, Parser, words_of
 from ngsgd.launcher.config.config_builder import require_writable
-from ngsgd.launcher.screen import is_terminal, with_progress
+from ngsgd.launcher.screen import is_terminal, say, with_progress
 from ngsgd.masking import printable
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def command(arguments: Sequence[str]) -> int:
         finished.append(outcome)
     _summarize(finished, recognizer.sample_rate_hz, time.monotonic() - began, quiet=options.quiet)
     if others and not options.quiet:
-        _say(f"{counted(len(others), 'file')} not read, because of the ending: {listed_names(others)}; "
+        say(f"{counted(len(others), 'file')} not read, because of the ending: {listed_names(others)}; "
              "convert audio: ffmpeg -i INPUT -ac 1 OUTPUT.wav")
     failed = any(outcome.transcript is None for outcome in finished)
     return DataError.exit_code if failed else EXIT_OK
@@ -118,18 +118,18 @@ def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, q
     if not quiet:
         seconds = sum(transcript.duration_s for _, transcript in done)
         speed = f", real-time factor {elapsed_s / seconds:.3f}" if seconds else ""
-        _say(f"{counted(len(done), 'file')}, {seconds:.1f} s of audio in {elapsed_s:.1f} s{speed}")
+        say(f"{counted(len(done), 'file')}, {seconds:.1f} s of audio in {elapsed_s:.1f} s{speed}")
         rates = Counter(transcript.sample_rate_hz for _, transcript in done)
         for rate, number in sorted(rates.items()):
             if rate != rate_hz:
                 wider = "" if rate > rate_hz else "; the model was trained on a wider band"
-                _say(f"resampled from {rate} to {rate_hz} Hz by soxr: {counted(number, 'file')}{wider}")
+                say(f"resampled from {rate} to {rate_hz} Hz by soxr: {counted(number, 'file')}{wider}")
         if empty := [audio for audio, transcript in done if not transcript.words]:
-            _say(f"no words in {counted(len(empty), 'file')}: {listed_names(empty)}")
+            say(f"no words in {counted(len(empty), 'file')}: {listed_names(empty)}")
     if failed and len(outcomes) > 1:
-        _say(f"{counted(len(failed), 'file')} failed:")
+        say(f"{counted(len(failed), 'file')} failed:")
     for outcome in failed:
-        _say(f"ngsgd: {outcome.error}")
+        say(f"ngsgd: {outcome.error}")
 
 
 def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
@@ -175,7 +175,3 @@ def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
 def listed_names(names: Sequence[Path | str]) -> str:
     """Return the first names, and dots for the others."""
     return ", ".join(map(str, names[:_MAX_NAMES])) + (" ..." if len(names) > _MAX_NAMES else "")
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr)

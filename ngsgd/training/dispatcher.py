@@ -31,7 +31,7 @@ from ngsgd.training.records import Incident
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.snapshots.book import continued
 from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.validation.acceptance import MIN_ACCEPTED_FRACTION
+from ngsgd.training.validation.acceptance import fewest_results
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 from ngsgd.training.worker_wait import AwakeClock, WorkerWait
@@ -354,7 +354,7 @@ class Dispatcher:
         num_failed = job.attempt + self._failures.get(piece, 0) - self.audits.redone[piece]
         hangs = self._hangs[piece] = self._hangs.get(piece, 0) + failure.from_outside
         num_left = len(state.results) + len(state.unsettled) - 1
-        is_needed = num_left < MIN_ACCEPTED_FRACTION * (state.plan.num_jobs - len(state.skipped))
+        is_needed = num_left < fewest_results(state.plan.num_jobs, len(state.skipped))
         decision = decide(failure, num_failed - hangs, hangs, self.failure, is_needed=is_needed)
         message = (f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason}) during job "
                    f"{job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}; "

@@ -43,9 +43,14 @@ class OuterIterationLines:
     commit: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def ran(self) -> set[int]:
+        """Jobs that a worker began."""
+        return {job for job, _ in self.submitted}
+
+    @property
     def num_tried(self) -> int:
         """Jobs with a result, and the shards of those that ran and have none."""
-        ran, judged = {job for job, _ in self.submitted}, ("accepted", "rejected")
+        ran, judged = self.ran, ("accepted", "rejected")
         given_up = {tuple(entry["pieces"][0][:2]) for entry in self.settled
                     if entry["event"] not in judged and (entry["event"] != "quarantined" or entry["job"] in ran)}
         return len(given_up) + sum(entry["event"] in judged for entry in self.settled)
@@ -53,8 +58,8 @@ class OuterIterationLines:
     @property
     def has_no_data(self) -> bool:
         """Whether the data of all jobs are in quarantine, so that the model is unchanged."""
-        tried = {job for job, _ in self.submitted}
-        shards = {tuple(piece[:2]) for entry in self.settled if entry["job"] in tried for piece in entry["pieces"][:1]}
+        ran = self.ran
+        shards = {tuple(piece[:2]) for entry in self.settled if entry["job"] in ran for piece in entry["pieces"][:1]}
         events = {entry["event"] for entry in self.settled}
         return len(shards) <= 1 and "quarantined" in events and not events & {"accepted", "rejected"}
 

@@ -53,9 +53,14 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_ga
     return verdicts, bool(compared.contested)
 
 
+def fewest_results(num_jobs: int, num_skipped: int) -> float:
+    """Return how many results an outer iteration needs; skipped jobs do not count."""
+    return MIN_ACCEPTED_FRACTION * (num_jobs - num_skipped)
+
+
 def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, num_skipped: int = 0) -> NgsgdError | None:
     """Return the error of too few accepted results, else None; skipped jobs do not count."""
-    if accepted and len(accepted) >= MIN_ACCEPTED_FRACTION * (plan.num_jobs - num_skipped):
+    if accepted and len(accepted) >= fewest_results(plan.num_jobs, num_skipped):
         return None
     reasons = "; ".join(f"job {result.job.job}: {reason}" for result, reason in verdicts if reason)
     counted = (f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} could be averaged")
