@@ -1,7 +1,7 @@
 """Alignment of frames with HMM states, from the transcripts alone or by a trained model.
 
-A flat start gives each state of the words an equal part of the utterance. Training of growing
-mixtures of Gaussians then alternates with the search for the best path.
+A flat start gives each state of the words an equal part of the speech of the utterance. Training
+of growing mixtures of Gaussians then alternates with the search for the best path.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _labels(speech: Corpus) -> States:
 def _align(speech: Corpus, config: RunConfig, report: Report, known: States) -> tuple[States, Scores]:
     """Return the states of unknown utterances, and the scores of Gaussian mixtures."""
     oov, x_TK = config.data.oov_word, forced_alignment.Decorrelated(speech)
-    transcripts, starts = Transcripts(speech, oov), forced_alignment.silence_start(speech, oov, x_TK)
+    passes = Progress(report, "alignment: speech and silence", forced_alignment.NUM_SILENCE_PASSES, "passes")
+    transcripts, starts = Transcripts(speech, oov), forced_alignment.silence_start(speech, oov, x_TK, passes.each)
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(starts)
     if num_short:
         report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from ngsgd.errors import DataError
 from ngsgd.phase import Each
 
 # frames at either end of an utterance that are silence initially; at most a tenth of it
-_EDGE_FRAMES, _NUM_SILENCE_PASSES = 10, 5
+_EDGE_FRAMES, NUM_SILENCE_PASSES = 10, 5
 # frames on either side over which scores of speech and silence are smoothed
 _SMOOTHING = 5
 
@@ -49,7 +50,7 @@ def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
     return states
 
 
-def silence_start(corpus: Corpus, oov: str, x_TK: Mapping[str, Features]) -> dict[str, PdfIds]:
+def silence_start(corpus: Corpus, oov: str, x_TK: Mapping[str, Features], each: Each = iter) -> dict[str, PdfIds]:
     """Return a flat start in which only speech frames are divided into the states of the words.
 
     Two Gaussians, of the first and last frames of all utterances and of the others, classify
@@ -61,10 +62,11 @@ def silence_start(corpus: Corpus, oov: str, x_TK: Mapping[str, Features]) -> dic
         frame_T, width = np.arange(len(pdf_T)), min(_EDGE_FRAMES, len(pdf_T) // 10)
         is_speech[utt_id] = ((frame_T >= width) & (frame_T < len(pdf_T) - width)).astype(np.int32)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
-    for _ in range(_NUM_SILENCE_PASSES):
+    for number in each(range(1, NUM_SILENCE_PASSES + 1)):
         fitted, _ = StateMixtures.single(lambda: gaussians.joined((x_TK[utt_id], is_speech[utt_id]) for utt_id in train), 2)
-        for utt_id, pdf_T in starts.items():
-            if len(pdf_T) > 2 * _SMOOTHING:
+        # the Gaussians are of the training set, so the others need the last pass alone
+        for utt_id in starts if number == NUM_SILENCE_PASSES else train:
+            if len(starts[utt_id]) > 2 * _SMOOTHING:
                 better_T = np.diff(fitted.log_likelihood(x_TK[utt_id]), axis=1)[:, 0]
                 is_speech[utt_id] = (np.convolve(better_T, np.ones(2 * _SMOOTHING + 1), mode="same") > 0).astype(np.int32)
     for utt_id, words, _ in _utterances(corpus, oov):
@@ -131,13 +133,18 @@ def realign(transcripts: Transcripts, states: States, score: Score, each: Each =
     `score` is called once for each utterance.
     """
     realigned, lost, cost, num_frames = dict(states), list[str](), 0.0, 0
-    utt_ids = list(states)
-    sizes = ((len(states[utt_id]), transcripts[utt_id].graph.num_states) for utt_id in utt_ids)
+    utt_ids, made = list(states), deque[TranscriptGraph]()
+
+    def sizes() -> Iterator[tuple[int, int]]:
+        for utt_id in utt_ids:
+            made.append(transcripts[utt_id])
+            yield len(states[utt_id]), made[-1].graph.num_states
+
     done = iter(each(utt_ids))
-    for batch in best_paths.batches(sizes):
+    for batch in best_paths.batches(sizes()):
         # reports that the utterances of the batch are done
         some = list(itertools.islice(done, len(batch)))
-        parts = [transcripts[utt_id] for utt_id in some]
+        parts = [made.popleft() for _ in some]
         scores = [score(utt_id, part.pdf_L) for utt_id, part in zip(some, parts, strict=True)]
         for utt_id, (pdf_T, path_score) in zip(some, best_paths.best_paths(parts, scores), strict=True):
             if path_score == -math.inf:
