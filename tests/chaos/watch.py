@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 
 import numpy as np
@@ -16,11 +14,9 @@ from ngsgd.training.worker import Worker
 from tests.chaos.faults import Fault
 from tests.toy import Run
 
-LATE_S = 2.0   # a stopped worker continues after this time, later than its deadline
-
 
 class WatchedPool(ProcessPool):
-    """Keeps every vector that came, by its checksum, and wakes what a fault stopped, late."""
+    """Keeps every vector that came, by its checksum."""
 
     def __init__(self, run: Run, fault: Fault | None = None, make_worker: MakeWorker = Worker) -> None:
         super().__init__(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size,
@@ -32,7 +28,6 @@ class WatchedPool(ProcessPool):
         # job, process, seconds since the epoch
         self.submitted: list[tuple[tuple[int, int, int], int, float]] = []
         self._last: tuple[float, object] = (time.monotonic(), None)
-        self._woken: set[int] = set()
 
     def submit(self, job: Job) -> None:
         # before: the worker may be struck in this very job before submit returns
@@ -43,11 +38,6 @@ class WatchedPool(ProcessPool):
 
     def wait(self, timeout_s: float) -> Outcome | None:
         outcome = super().wait(timeout_s)
-        for process_id, struck_s in self.fault.strikes() if self.fault and self.fault.how == "SIGSTOP" else ():
-            if process_id not in self._woken and time.time() - struck_s > LATE_S:
-                self._woken.add(process_id)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGCONT)
         if isinstance(outcome, JobResult):
             # under the name by which the ledger speaks of it; damaged data may not be a vector
             with contextlib.suppress(ValueError):
