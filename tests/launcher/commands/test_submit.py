@@ -516,7 +516,8 @@ def test_docker_files_are_sound() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
         assert service["cap_drop"] == ["ALL"]
     lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
-    assert lines.index("USER ngsgd") < lines.index('ENTRYPOINT ["entrypoint.sh"]')
+    assert lines.index("USER 1000:1000") < lines.index('ENTRYPOINT ["entrypoint.sh"]')
+    assert all("@sha256:" in line for line in lines if line.startswith("FROM ")), "a build can be repeated"
     for script in (ROOT / "docker").glob("*.sh"):
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
         if shutil.which("shellcheck"):
