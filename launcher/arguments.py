@@ -68,7 +68,8 @@ class Parser(argparse.ArgumentParser):
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{message}; see {self.prog} --help.{hint}")
 
-    def parse_with_settings(self, arguments: Sequence[str], about: str = "settings of ngsgd train") -> argparse.Namespace:
+    def parse_with_settings(self, arguments: Sequence[str], about: str = "settings of ngsgd train",
+                            metavar: str = "KEY=VALUE") -> argparse.Namespace:
         """Parse flags and KEY=VALUE settings (`overrides`), in any order.
 
         A flag of another trainer, such as --lr 0.1, becomes the setting "--lr=0.1". Composing
@@ -77,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: all wrong flags and all wrong settings.
         """
-        self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
+        self.add_argument("overrides", nargs="*", metavar=metavar, help=about)
         words, own, foreign = list(arguments), list[str](), list[str]()
         while words:
             word = words.pop(0)

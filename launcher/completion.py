@@ -93,7 +93,7 @@ def _offered(before: list[str], last: str) -> Iterable[str]:
         if previous in flags and flags[previous].metavar == "RUN":
             return _runs()
     takes = commands[name].takes
-    return _runs() if takes == "runs" else _settings(last) if takes == "settings" else ()
+    return [*(_runs() if "runs" in takes else ()), *(_settings(last) if "settings" in takes else ())]
 
 
 def _settings(last: str) -> list[str]:

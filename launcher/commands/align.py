@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from ngsgd.asr.transcript import Alignment
 
 # file suffix of each format
-_ENDINGS = {"phone-ctm": ".phones.ctm",
-            **{name: ENDINGS[name] for name in ("ctm", "textgrid", "json", "srt")}}
+_ENDINGS = {"phone-ctm": ".phones.ctm", **{name: ENDINGS[name] for name in ("ctm", "textgrid", "json", "srt")}}
 _MAX_TEXT_BYTES = 1 << 26
-_EPILOG = ("A recording: ngsgd align MODEL AUDIO TEXT. A data directory: ngsgd align MODEL "
-           "--data DIR. States of a data set: ngsgd align --output FILE [--model RUN] "
-           "[KEY=VALUE ...]. Exit codes: 0: all recordings were aligned; 3: some were not; 2 and 6: "
-           "none, because of a wrong argument or an unusable model")
+_EPILOG = ("A data directory: ngsgd align MODEL --data DIR. States of a data set: ngsgd align --output FILE [--model RUN] "
+           "[KEY=VALUE ...]. Exit codes: 0: all recordings were aligned; 3: some were not; 2 and 6: none, because of a "
+           "wrong argument or an unusable model")
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -44,9 +42,9 @@ def command(arguments: Sequence[str]) -> int:
         "--model RUN": "run whose final model, data and settings are used for states (default: flat start)",
         "--trust": f"with a model: {TRUST}"})
     options = parser.parse_with_settings(
-        arguments, "settings of ngsgd train for states, such as recipe=fsdd data.source=PATH; or "
-                   "MODEL AUDIO TEXT: a run folder, its name or a bundle, an audio file, and a text "
-                   "file with its words")
+        arguments, "MODEL: a run folder, its name or a bundle; AUDIO: a recording; TEXT: a file with its words. For "
+                   "states: settings of ngsgd train, such as recipe=fsdd data.source=PATH",
+        metavar="MODEL AUDIO TEXT | KEY=VALUE")
     if options.data is not None or (options.overrides and "=" not in options.overrides[0]):
         return _align_text(options)
     if unused := [f"--{name}" for name in ("format", "lexicon", "quiet") if getattr(options, name)]:

@@ -248,13 +248,21 @@ def test_continue_starts_a_run_once_and_then_resumes_it(service: Service, tmp_pa
     assert "--continue" in command("train", "--continue", code=2).err
 
 
+@pytest.mark.parametrize("name", [one.name for one in COMMANDS if "runs" in one.takes])
 def test_completion_offers_runs(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
+        name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.yaml").write_text("")
-    monkeypatch.setenv("COMP_LINE", "ngsgd resume fi")
+    monkeypatch.setenv("COMP_LINE", f"ngsgd {name} fi")
     assert command("completion", "--words").out.split() == ["first"]
+
+
+def test_completion_knows_each_command_that_takes_a_run(command: Command) -> None:
+    for one in COMMANDS:
+        usage = command(one.name, "--help").out.partition("\n\n")[0]
+        named = re.findall(r"\b(?:RUN|MODEL)\b", re.sub(r"--[\w-]+ \w+", "", usage))
+        assert bool(named) == ("runs" in one.takes), one.name
 
 
 def test_the_completion_script_of_a_shell_completes(command: Command) -> None:
@@ -280,6 +288,7 @@ def test_the_completion_script_of_a_shell_completes(command: Command) -> None:
     ("ngsgd train seed=1 sched", ["schedule."]),
     ("ngsgd train optimizer=kfac,so", ["optimizer=kfac,soap"]),
     ("ngsgd train cluster.elastic=", ["cluster.elastic=true", "cluster.elastic=false"]),
+    ("ngsgd align cluster.elastic=", ["cluster.elastic=true", "cluster.elastic=false"]),
     ("ngsgd train --help sch", ["schedule"]),
     ("ngsgd help tra", ["train", "transcribe"]),
     ("ngsgd export --format o", ["onnx"]),
