@@ -46,6 +46,10 @@ class WordErrors:
                           + other.substitutions)
 
     def __str__(self) -> str:
-        wer = f"{self.wer:.2f}" if self.num_words else "(no words)"
+        return self.line("%WER")
+
+    def line(self, name: str) -> str:
+        """Return the rate by that name, such as %CER of counts of characters, with the counts."""
+        rate = f"{self.wer:.2f}" if self.num_words else "(no words)"
         counts = f"{self.insertions} ins, {self.deletions} del, {self.substitutions} sub"
-        return f"%WER {wer} [ {self.num_errors} / {self.num_words}, {counts} ]"
+        return f"{name} {rate} [ {self.num_errors} / {self.num_words}, {counts} ]"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.decoding.decode_data import DataResult
 
 # options that need --data, as attributes of the parsed arguments
-_OF_DATA = ("lm", "lexicon", "words", "grammar", "scale", "penalty", "tune_on", "rescore_lm", "confidences", "output")
+_OF_DATA = ("lm", "lexicon", "words", "grammar", "scale", "penalty", "tune_on", "rescore_lm", "confidences", "output", "filter",
+            "ignore_case")
 # options that exclude --data
 _OF_TEST_SET = ("frames", "outer_iter", "streaming")
 _COMMON = {"--json": JSON, "--quiet -q": "print incidents and the result only", "--trust": TRUST}
@@ -66,6 +67,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         **WORDS,
         "--tune-on DIR": (Path, "data to choose scale and penalty on; with --confidences also to fit the calibration"),
         "--rescore-lm ARPA": (Path, "n-gram language model for rescoring lattices"),
+        "--filter FILE": (Path, "rules WORD WORD => WORD, applied to references and recognized words before scoring"),
+        "--ignore-case": "score without case",
         "--output -o DIR": (Path, "new folder for wer.json and for tables by utterance, speaker and error type"),
         "--confidences": "calibration error of the word confidences"}, "other data")
     parser.declare({
@@ -95,14 +98,16 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _decode_data(options: argparse.Namespace) -> int:
+    from ngsgd.asr.decode.rules import Rules
     from ngsgd.pipeline.decoding import decode_data as service
     from ngsgd.runs.recognizer import open_bundle
 
+    rules = Rules.read(options.filter, ignore_case=options.ignore_case)
     changed, is_quiet = options.changed, options.quiet or options.json
     result = service.decode_data(
         open_bundle(options.model, trust=options.trust),
         service.DecodeRequest(options.data, changed["words"], changed["scale"], changed["penalty"],
-                              options.tune_on, options.rescore_lm, options.confidences), report=changed["report"],
+                              options.tune_on, options.rescore_lm, options.confidences, rules), report=changed["report"],
         progress=lambda line: None if is_quiet else changed["report"](f"{line} ..."))
     if options.output is not None:
         service.write(options.output, result)
@@ -112,7 +117,7 @@ def _decode_data(options: argparse.Namespace) -> int:
 
 def as_text(result: DataResult, *, quiet: bool) -> str:
     from ngsgd.asr.decode.tuning import expected_calibration_error
-    from ngsgd.pipeline.decoding.decode_data import by_length, by_speaker
+    from ngsgd.pipeline.decoding.decode_data import tables
 
     interval = f"95 % interval {result.interval.low:.1f} to {result.interval.high:.1f}"
     lines = [f"{result.total}, {interval}"]
@@ -120,13 +125,16 @@ def as_text(result: DataResult, *, quiet: bool) -> str:
         lines.append(f"before rescoring: {result.first_pass}")
     if quiet:
         return lines[0]
+    lines.append(result.characters.line("%CER"))
+    if result.num_changed is not None:
+        lines.append(f"the rules changed {counted(result.num_changed, 'reference or result', 'references and results')}")
     tuned = f", chosen on other data: {result.tuned}" if result.tuned else ""
     lines.append(f"acoustic scale {result.weights.acoustic_scale:g}, word penalty {result.weights.word_penalty:g}{tuned}")
     if (unknown := result.unknown).num_unknown:
         listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_frequent)
         lines.append(f"{unknown.num_unknown} of {counted(unknown.num_words, 'word')} of the "
                      f"references are not in the vocabulary: {listed}")
-    for title, groups in (("speaker", by_speaker(result)), ("words", by_length(result.rows))):
+    for title, groups in tables(result).items():
         width = max(map(len, [title, *groups]))
         lines += ["", title, *(f"{name:{width}} {errors}" for name, errors in groups.items())]
     if result.reliability:

@@ -45,7 +45,13 @@ ul.checks small { color: var(--soft); display: block; }
 figure { margin: 14px 0; padding: 8px; overflow-x: auto; break-inside: avoid; }
 figure img { display: block; width: 100%; min-width: 760px; border-radius: 4px; }
 figcaption { color: var(--soft); font-size: .82rem; padding: 2px 6px 4px; }
-.card { overflow-x: auto; margin-bottom: 14px; break-inside: avoid-page; }
+.card { overflow-x: auto; margin-bottom: 14px; break-inside: avoid-page;
+  /* a shadow at the side where more can be scrolled to */
+  background: linear-gradient(to right, var(--card) 40%, transparent) left / 48px 100% local,
+    linear-gradient(to left, var(--card) 40%, transparent) right / 48px 100% local,
+    linear-gradient(to right, #8886, transparent) left / 10px 100%,
+    linear-gradient(to left, #8886, transparent) right / 10px 100%, var(--card);
+  background-repeat: no-repeat; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line);
   vertical-align: top; }
@@ -67,6 +73,9 @@ ul.list summary { padding: 0; color: inherit; }
 footer { color: var(--soft); font-size: .85rem; margin-top: 32px; overflow-wrap: anywhere; }
 @media (max-width: 600px) { th, td { padding: 5px 7px; } ul.checks li { grid-template-columns: 1.6em 1fr; }
 ul.checks li > :nth-child(3) { grid-column: 2; } }
+@media screen and (max-width: 800px) { figcaption::before { content: "Scroll sideways to see all. "; } }
+@media screen and (prefers-color-scheme: dark) {
+figure img { filter: invert(.9) hue-rotate(180deg); } }
 @media print { body { background: none; } main { max-width: none; padding: 0; }
 figure img { min-width: 0; } }
 """

@@ -5,7 +5,7 @@ Letters: T frames, P pdfs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ class ScoredSet:
     speakers: Sequence[str]
     texts: Sequence[tuple[str, ...]]
     logliks: tuple[npt.NDArray[np.float32], ...]  # T x P each, log posterior minus log prior
+    # such as the gender, for each utterance
+    attributes: Mapping[str, Sequence[str]]
 
 
 def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> ScoredSet:
@@ -41,6 +43,7 @@ def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> Sco
     if not any(one.words for one in listed):
         raise DataError(f"{folder} has no words in its transcripts, so the WER is undefined; choose a set "
                         "with speech.")
+    attributes = data_dir.attributes(folder, [one.speaker for one in listed])
     if config.kind == "given":
         framed = list(data_dir.given(listed, folder))
         dim = framed[0].features_TD.shape[1]
@@ -71,7 +74,7 @@ def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> Sco
         sides = [Side(rows_RS, (np.arange(length) // period).astype(np.int32))
                  for rows_RS, length in zip(rows, np.diff(speech.frames.offsets), strict=True)]
     logliks = tuple(bundle.log_likelihoods(np.asarray(x_TD), side) for x_TD, side in zip(features, sides, strict=True))
-    return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, logliks)
+    return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, logliks, attributes)
 
 
 def _utterances(folder: Path, *, given_features: bool) -> Sequence[data_dir.UtteranceEntry]:

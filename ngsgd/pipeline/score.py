@@ -17,7 +17,7 @@ from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode import evaluation, tuning
 from ngsgd.asr.decode.decoding import LATTICE_BEAM, Search, write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, scores_as_text, tune_and_decode, utterance_scores
-from ngsgd.asr.decode.scoring import by_speaker, write_operations, write_per_speaker, write_per_utterance, write_recogs
+from ngsgd.asr.decode.scoring import by_group, write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.lang import ngram
 from ngsgd.config import DecodeConfig, EgsConfig, RunConfig
 from ngsgd.data.archives import spliced_utterances
@@ -45,7 +45,7 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"], report=report)
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in held_out.items()}
-    speakers = by_speaker(result.per_utterance, corpus.test.speakers)
+    speakers = by_group(result.per_utterance, corpus.test.speakers)
     oracle = {}
     if result.oracle:
         # as in RESULTS of Kaldi: the weights are tuned on the test set itself

@@ -1,6 +1,7 @@
 """A small model on data directories of made-up speech."""
 
 import gzip
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.decode.rules import Rules
 from ngsgd.asr.decode.scoring import NOTHING
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import ConfigError, DataError
@@ -50,8 +52,8 @@ def test_the_words_of_a_data_directory_are_recognized(model: Path, data: Path) -
     result = decode(model, DecodeRequest(data / "test", confidences=True))
     assert result.total.num_errors == 0
     assert result.total.num_words == 18
-    assert set(decode_data.by_speaker(result)) == {"test-s0", "test-s1"}
-    assert list(decode_data.by_length(result.rows)) == ["2-3"]
+    assert set(decode_data.tables(result)["speaker"]) == {"test-s0", "test-s1"}
+    assert list(decode_data.tables(result)["length"]) == ["2-3"]
     assert sum(one.num_words for one in result.reliability) == 18
     assert result.unknown.num_unknown == 0
 
@@ -143,6 +145,62 @@ def test_options_that_exclude_each_other_are_an_error(options: list[str], capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_attributes_of_speakers_have_tables(model: Path, data: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(data / "test", tmp_path / "test"))
+    (folder / "spk2gender").write_text("test-s0 f\ntest-s1 m\n")
+    (folder / "spk2age").write_text("test-s0 7\ntest-s1 31\n")
+    (folder / "spk2utt").write_text("not read\n")
+    result = decode(model, DecodeRequest(folder))
+    found = decode_data.tables(result)
+    by_speaker = found["speaker"]
+    assert list(found) == ["speaker", "age", "gender", "length"]
+    assert found["gender"] == {"f": by_speaker["test-s0"], "m": by_speaker["test-s1"]}
+    assert all(errors.num_words == 9 for errors in found["age"].values()) and list(found["age"]) == ["7", "31"]
+    assert decode_data.as_json(result)["by_gender"]["m"]["num_words"] == 9
+    assert "\ngender\n" in command.as_text(result, quiet=False)
+
+
+@pytest.mark.parametrize(("name", "text", "named"), [
+    ("spk2gender", "test-s0 f\n", "no value for the speaker test-s1"),
+    ("spk2gender", "test-s0 f\ntest-s1\n", "no value for the speaker test-s1"),
+    ("spk2gender", "test-s0 f\ntest-s1 m\nother m\n", "spk2gender:3: other is not a speaker"),
+    ("spk2length", "test-s0 1\ntest-s1 2\n", "rename")])
+def test_incomplete_tables_of_speakers_are_an_error(
+        name: str, text: str, named: str, model: Path, data: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(data / "test", tmp_path / "test"))
+    (folder / name).write_text(text)
+    with pytest.raises(DataError, match=named):
+        decode(model, DecodeRequest(folder))
+
+
+def test_many_ages_become_groups_of_ten(model: Path, data: Path) -> None:
+    plain = decode(model, DecodeRequest(data / "test"))
+    ages = [str(age) for age in (6, 9, 10, 15, 19, 20, 28, 31, 33, 47, 5, 104)]
+    rows = tuple(itertools.islice(itertools.cycle(plain.rows), len(ages)))
+    found = decode_data.tables(replace(plain, rows=rows, speakers=ages, attributes={"age": ages}))["age"]
+    assert list(found) == ["0-9", "10-19", "20-29", "30-39", "40-49", "100-109"]
+    assert sum(errors.num_words for errors in found.values()) == sum(row.errors.num_words for row in rows)
+
+
+def test_rules_change_references_and_results(model: Path, data: Path, tmp_path: Path) -> None:
+    folder, rules = Path(shutil.copytree(data / "test", tmp_path / "test")), tmp_path / "rules"
+    texts = (folder / "text").read_text()
+    assert " YES" in texts
+    (folder / "text").write_text(texts.replace(" YES", " uh Yeah"))
+    rules.write_text(";; a comment\nuh =>\nyeah => yes\n")
+    plain = decode(model, DecodeRequest(folder))
+    assert plain.total.num_errors > 0 and plain.num_changed is None
+    changed = decode(model, DecodeRequest(folder, rules=Rules.read(rules, ignore_case=True), tune_on=folder))
+    assert changed.total.num_errors == 0 and changed.total.num_words == 18
+    assert changed.tuned is not None and changed.tuned.num_errors == 0
+    num_with_yes = sum(" YES" in line for line in texts.splitlines())
+    assert changed.num_changed == num_with_yes
+    assert changed.characters.num_words == len("".join(word for line in texts.splitlines() for word in line.split()[1:]))
+    assert "the rules changed" in command.as_text(changed, quiet=False)
+    with pytest.raises(ConfigError, match="rules of scoring"):
+        decode(model, DecodeRequest(folder, rules=Rules.read(rules), confidences=True))
+
+
 @pytest.mark.entry("Sp7")
 def test_utterances_without_words_are_a_group(model: Path, data: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(data / "test", tmp_path / "test"))
@@ -150,8 +208,8 @@ def test_utterances_without_words_are_a_group(model: Path, data: Path, tmp_path:
     # no words of the second speaker
     (folder / "text").write_text("".join(f"{line.split()[0] if '-s1-' in line else line}\n" for line in texts))
     result = decode(model, DecodeRequest(folder, confidences=True))
-    assert decode_data.by_length(result.rows)["0"] == WordErrors(0, 9, 0, 0)
-    assert decode_data.by_speaker(result)["test-s1"].num_words == 0
+    assert decode_data.tables(result)["length"]["0"] == WordErrors(0, 9, 0, 0)
+    assert decode_data.tables(result)["speaker"]["test-s1"].num_words == 0
     assert "0" in json.dumps(decode_data.as_json(result), allow_nan=False)
     assert "(no words)" in command.as_text(result, quiet=False)
     decode_data.write(tmp_path / "out", result)

@@ -7,6 +7,7 @@
     reco2file_and_channel   recording file A    optional; channel of recordings with several
     feats.scp   utt archive:offset
     cmvn.scp    speaker archive:offset, or utt archive:offset; for features.cmvn=given
+    spk2gender, spk2age, ...   speaker value; for tables of errors
 
 The checks are those of validate_data_dir.sh. Each error message names the file and the line.
 """
@@ -110,6 +111,29 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
             raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; write one word.")
     return Listing(UtteranceEntry(utt_id, speakers[utt_id].value, tuple(text.value.split()),
                                   content_of(utt_id, contents[utt_id]), text.where) for utt_id, text in texts.items())
+
+
+def attributes(folder: Path, speakers: Sequence[str]) -> dict[str, list[str]]:
+    """Read the files spk2NAME; return NAME -> value for each of `speakers` in their order. DataError
+    if a speaker has no value, or a value is of none of them.
+    """
+    found = {}
+    for path in sorted(folder.glob("spk2*")):
+        name = path.name.removeprefix("spk2")
+        # the list of a speaker's utterances, which utt2spk has too
+        if name == "utt":
+            continue
+        if name in ("speaker", "length"):
+            raise DataError(f"{path} has the name of another table of errors; rename the file.")
+        values = tables.Table(path)
+        for speaker in dict.fromkeys(speakers):
+            if speaker not in values or not values[speaker].value:
+                raise DataError(f"{path} has no value for the speaker {speaker} of utt2spk; add one, or remove the file.")
+        for speaker, entry in values.items():
+            if speaker not in speakers:
+                raise DataError(f"{entry.where}: {speaker} is not a speaker of utt2spk; remove the line.")
+        found[name] = [values[speaker].value for speaker in speakers]
+    return found
 
 
 def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object] | None, source: str, advice: str) -> None:

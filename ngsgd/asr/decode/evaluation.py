@@ -135,14 +135,17 @@ def decode_set(graph: Graph, config: DecodeConfig, acoustic_scale: float, loglik
 
 
 def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
-          logliks: LogLikelihoods, num_pdfs: int, each: Each = iter) -> Sweep:
-    """Return the errors at every acoustic scale and word penalty; `each` yields utterances."""
+          logliks: LogLikelihoods, num_pdfs: int, each: Each = iter,
+          rules: Callable[[Sequence[str]], Sequence[str]] = tuple) -> Sweep:
+    """Return the errors at every acoustic scale and word penalty; `each` yields utterances, and
+    `rules` change texts and recognized words before they are compared.
+    """
     penalized = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
     tried = []
     for scale in config.acoustic_scales:
         for penalty in config.word_penalties:
             hypotheses = decode_set(penalized[penalty], config, scale, each(logliks), num_pdfs)
-            errors = scoring.score(texts, hypotheses, utt_ids)[0]
+            errors = scoring.score([*map(rules, texts)], [*map(rules, hypotheses)], utt_ids)[0]
             tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)
 

@@ -61,6 +61,17 @@ def score(refs: Sequence[Words], hyps: Sequence[Words], utt_ids: Sequence[str]) 
     return sum((row.errors for row in rows), WordErrors(0, 0, 0, 0)), rows
 
 
+def character_errors(rows: Iterable[UtteranceErrors]) -> WordErrors:
+    """Count the errors in the characters of the words; spaces between words do not count."""
+    kaldialign = imports.load("kaldialign", extra="asr", purpose="Scoring")
+    total = WordErrors(0, 0, 0, 0)
+    for row in rows:
+        ref, hyp = (list("".join(side)) for side in zip(*row.pairs, strict=True)) if row.pairs else ([], [])
+        counts = kaldialign.edit_distance(ref, hyp)
+        total += WordErrors(len(ref), counts["ins"], counts["del"], counts["sub"])
+    return total
+
+
 def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interval:
     """Bootstrap over utterances by Bisani and Ney, as compute-wer-bootci of Kaldi (deterministic).
     Without errors the upper end is that of the rule of three: 3 / number of words, at most 100 %.
@@ -115,18 +126,18 @@ def read_per_utterance(text: str) -> list[UtteranceErrors]:
 
 def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Sequence[str]) -> None:
     """Write one line of counts for each speaker, in the order of their names, and the total."""
-    found = by_speaker(rows, speakers)
+    found = by_group(rows, speakers)
     width = max(len(name) for name in ["SUM", *found])
     total = sum(found.values(), WordErrors(0, 0, 0, 0))
     lines = [f"{name:{width}} {errors}" for name, errors in [*found.items(), ("SUM", total)]]
     files.write_text(path, "\n".join([*lines, ""]))
 
 
-def by_speaker(rows: Sequence[UtteranceErrors], speakers: Sequence[str]) -> dict[str, WordErrors]:
-    """Return the errors of each speaker, in the order of their names."""
-    found = {name: WordErrors(0, 0, 0, 0) for name in sorted(set(speakers))}
-    for row, speaker in zip(rows, speakers, strict=True):
-        found[speaker] += row.errors
+def by_group(rows: Sequence[UtteranceErrors], groups: Sequence[str]) -> dict[str, WordErrors]:
+    """Return the errors of each speaker or other group of utterances, in the order of their names."""
+    found = {name: WordErrors(0, 0, 0, 0) for name in sorted(set(groups))}
+    for row, group in zip(rows, groups, strict=True):
+        found[group] += row.errors
     return found
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import evaluation, scoring, tuning, words
 from ngsgd.asr.decode.decoding import LATTICE_BEAM
+from ngsgd.asr.decode.rules import Rules
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
 from ngsgd.asr.decode.tuning import Calibration, DecodingWeights, ReliabilityBin
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
@@ -34,6 +36,8 @@ from ngsgd.word_errors import WordErrors
 FRAME_S = 0.01
 # lower bounds of the groups of utterances by number of words
 _LENGTHS = (1, 2, 4, 8, 16, 32)
+# of an attribute, before numbers are put into groups
+_MOST_VALUES = 10
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class DecodeRequest:
         tune_on: folder of the data on which scale and penalty (if None) are tuned.
         rescore_lm: ARPA file of the language model for lattice rescoring.
         confidences: also compute confidences of words, and compare them with the references.
+        rules: change references and recognized words before they are compared.
     """
 
     data: Path
@@ -56,6 +61,7 @@ class DecodeRequest:
     tune_on: Path | None = None
     rescore_lm: Path | None = None
     confidences: bool = False
+    rules: Rules = field(default_factory=Rules)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,10 @@ class DataResult:
         interval: 95 % bootstrap interval of the WER.
         first_pass: errors before rescoring; None without rescoring.
         unknown: words of the references that cannot be recognized.
+        num_changed: references and results that rules have changed, apart from case; None without rules.
+        characters: errors in the characters of the words.
         rows, speakers: errors and speaker of each utterance.
+        attributes: more about its speaker, by name.
         hypotheses: words with confidences; empty without `confidences`.
         calibration: map used for the confidences.
         reliability: words grouped by their confidence.
@@ -78,9 +87,12 @@ class DataResult:
     total: WordErrors
     interval: Interval
     first_pass: WordErrors | None
+    num_changed: int | None
+    characters: WordErrors
     unknown: UnknownWords
     rows: tuple[UtteranceErrors, ...]
     speakers: Sequence[str]
+    attributes: Mapping[str, Sequence[str]]
     hypotheses: tuple[Hypothesis, ...]
     calibration: Calibration
     reliability: tuple[ReliabilityBin, ...]
@@ -98,6 +110,9 @@ def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], 
     language = bundle.language
     if language.grammar and request.rescore_lm:
         raise ConfigError("a grammar replaces the language model; use either a grammar or language models.")
+    if request.confidences and request.rules != Rules():
+        raise ConfigError("confidences are those of the recognized words as they are; use either confidences or "
+                          "rules of scoring.")
     # the small files first: an error there is reported before the speech is read
     rescorer = _Rescorer.read(request.rescore_lm, language, report) if request.rescore_lm else None
     # the first pass of speaker adaptation takes the same words and language model
@@ -113,12 +128,17 @@ def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], 
 
     graph, search = bundle.graph, bundle.search
     hypotheses = evaluation.decode_set(graph, bundle.decode, search.acoustic_scale, each("decoding", speech), language.num_pdfs)
-    first_pass, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
-    total = first_pass
+    texts = tuple(map(request.rules, speech.texts))
+    first_pass = scoring.score(texts, [*map(request.rules, hypotheses)], speech.utt_ids)[0] if rescorer else None
     if rescorer:
         hypotheses = tuple(rescorer.best_words(lattice_of(graph, loglik_TP, search, lattice_beam=LATTICE_BEAM), graph.words)
                            for loglik_TP in each("rescoring lattices", speech))
-        total, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
+    compared = tuple(map(request.rules, hypotheses))
+    total, rows = scoring.score(texts, compared, speech.utt_ids)
+    in_one_case = Rules(ignore_case=request.rules.ignore_case)
+    num_changed = None if request.rules == in_one_case else sum(
+        in_one_case(one) != other for before, after in ((speech.texts, texts), (hypotheses, compared))
+        for one, other in zip(before, after, strict=True))
     found: tuple[Hypothesis, ...] = ()
     bins: Sequence[ReliabilityBin] = ()
     calibrated = bundle.calibration
@@ -130,20 +150,21 @@ def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], 
                                  frame_shift_s=FRAME_S, calibration=calibrated)[0]
                       for loglik_TP in each("confidences", speech))
         bins = tuning.reliability(*outcomes(found, speech.texts))
-    interval = scoring.confidence_interval(speech.texts, hypotheses)
     unknown = vocabulary.unknown_words(speech.texts, language)
-    return DataResult(bundle.weights, tuned, total, interval, first_pass if rescorer else None,
-                      unknown, tuple(rows), speech.speakers, found, calibrated, tuple(bins))
+    return DataResult(bundle.weights, tuned, total, scoring.confidence_interval(texts, compared), first_pass, num_changed,
+                      scoring.character_errors(rows), unknown, tuple(rows), speech.speakers, speech.attributes, found,
+                      calibrated, tuple(bins))
 
 
 def as_json(result: DataResult) -> dict[str, Any]:
     """Convert the result to JSON values, without utterances."""
     bins = result.reliability
     return {**asdict(result.weights), "wer": result.total.wer, "errors": asdict(result.total),
+            "cer": result.characters.wer, "character_errors": asdict(result.characters), "num_changed": result.num_changed,
             "interval_95": asdict(result.interval), "tuned": asdict(result.tuned) if result.tuned else None,
             "first_pass": asdict(result.first_pass) if result.first_pass else None, "unknown_words": asdict(result.unknown),
-            "by_speaker": {name: asdict(errors) for name, errors in by_speaker(result).items()},
-            "by_length": {name: asdict(errors) for name, errors in by_length(result.rows).items()},
+            **{f"by_{about}": {name: asdict(errors) for name, errors in found.items()}
+               for about, found in tables(result).items()},
             "calibration": asdict(result.calibration), "reliability": [one._asdict() for one in bins],
             "expected_calibration_error": tuning.expected_calibration_error(bins) if bins else None}
 
@@ -163,9 +184,24 @@ def write(folder: Path, result: DataResult) -> None:
         write_text(new / "wer.json", json.dumps(as_json(result), indent=1))
 
 
-def by_speaker(result: DataResult) -> dict[str, WordErrors]:
-    """Return the errors of each speaker, in the order of their names."""
-    return scoring.by_speaker(result.rows, result.speakers)
+def tables(result: DataResult) -> dict[str, dict[str, WordErrors]]:
+    """Return the errors by speaker, by each of the attributes, and by length of the utterances."""
+    attributes = {name: dict(sorted(scoring.by_group(result.rows, _in_tens(values)).items(), key=_by_number))
+                  for name, values in result.attributes.items()}
+    return {"speaker": scoring.by_group(result.rows, result.speakers), **attributes, "length": by_length(result.rows)}
+
+
+def _in_tens(values: Sequence[str]) -> Sequence[str]:
+    """Many different whole numbers, such as ages, become groups of ten."""
+    if len(set(values)) <= _MOST_VALUES or not all(value.isascii() and value.isdigit() for value in values):
+        return values
+    return [f"{int(value) // 10 * 10}-{int(value) // 10 * 10 + 9}" for value in values]
+
+
+def _by_number(group: tuple[str, WordErrors]) -> tuple[int, str]:
+    """Names that begin with numbers in their order, after all others."""
+    number = re.match(r"\d+", group[0], re.ASCII)
+    return int(number[0]) if number else -1, group[0]
 
 
 def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:
@@ -191,7 +227,8 @@ def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet,
     every = Progress(progress, f"choosing scale and penalty of {counted(num_settings, 'setting')}",
                      num_settings * len(tuning_set.texts))
     return tuning.choose(evaluation.sweep(bundle.unpenalized_graph, config, tuning_set.texts,
-                                          tuning_set.utt_ids, tuning_set.logliks, bundle.language.num_pdfs, every.each))
+                                          tuning_set.utt_ids, tuning_set.logliks, bundle.language.num_pdfs, every.each,
+                                          request.rules))
 
 
 @dataclass(frozen=True)
