@@ -128,8 +128,8 @@ def _of_ngsgd(words: list[str]) -> str:
 
 
 def _then_end(parse: Callable[..., Any]) -> Callable[..., Any]:
-    def parsed(parser: Parser, arguments: list[str], *others: str) -> argparse.Namespace:
-        options: argparse.Namespace = parse(parser, arguments, *others)
+    def parsed(parser: Parser, arguments: list[str], *others: str, **more: str) -> argparse.Namespace:
+        options: argparse.Namespace = parse(parser, arguments, *others, **more)
         # parse_with_settings calls another of them
         if sys._getframe(1).f_code.co_filename != arguments_module.__file__:
             raise SystemExit(0)

@@ -114,8 +114,8 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
 
 
 def attributes(folder: Path, speakers: Sequence[str]) -> dict[str, list[str]]:
-    """Read the files spk2NAME; return NAME -> value for each of `speakers` in their order. DataError
-    if a speaker has no value, or a value is of none of them.
+    """Read the files spk2NAME; return NAME -> value for each of `speakers` in their order. Raises
+    DataError if a speaker has no value, or a value is of none of them.
     """
     found = {}
     for path in sorted(folder.glob("spk2*")):

@@ -19,8 +19,8 @@ _OF_OTHER_FORMS = {"{", "}", "/", "__", "=>"}
 class Rules:
     """Replacements of word sequences, and whether case counts.
 
-    At each place the rule with the most words on its left side is applied, from left to right. Words
-    that a rule has made are not changed again.
+    At each place the rule with the most words on its left side is applied, from left to right.
+    Words that a rule has made are not changed again.
 
     >>> rules = Rules({("oh",): ("o",), ("uh",): (), ("ice", "cream"): ("icecream",)}, ignore_case=True)
     >>> rules("Uh OH ice cream ice".split())
@@ -35,7 +35,7 @@ class Rules:
         """Read lines `WORD WORD => WORD WORD`, as in NIST's glm files; the right side may be empty.
 
         Lines that begin with ;; or # are comments. The context `/ [ ] __ [ ]` of NIST, which allows
-        any words beside the rule, is ignored. Raises DataError for lines of another form, for two
+        any words before and after, is ignored. Raises DataError for lines of another form, for two
         rules with one left side, and for a file without rules.
         """
         found: dict[tuple[str, ...], tuple[str, ...]] = {}

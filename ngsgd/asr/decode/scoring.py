@@ -134,7 +134,7 @@ def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Seq
 
 
 def by_group(rows: Sequence[UtteranceErrors], groups: Sequence[str]) -> dict[str, WordErrors]:
-    """Return the errors of each speaker or other group of utterances, in the order of their names."""
+    """Return the errors of each group of utterances, in the order of their names."""
     found = {name: WordErrors(0, 0, 0, 0) for name in sorted(set(groups))}
     for row, group in zip(rows, groups, strict=True):
         found[group] += row.errors

@@ -73,7 +73,8 @@ class DataResult:
         interval: 95 % bootstrap interval of the WER.
         first_pass: errors before rescoring; None without rescoring.
         unknown: words of the references that cannot be recognized.
-        num_changed: references and results that rules have changed, apart from case; None without rules.
+        num_changed: references and results that rules have changed, apart from case; None without
+            rules.
         characters: errors in the characters of the words.
         rows, speakers: errors and speaker of each utterance.
         attributes: more about its speaker, by name.
