@@ -51,7 +51,7 @@ _TORCH = Traits(Axes("root_moment", "element", "element", "division"), every_ste
                 agrees_over_ranks=True)
 _MOMENTS = Traits(has_mean=False, agrees_over_ranks=True)
 
-# By the value of `optimizer=`.
+# By the value of `optimizer=`, in the order of all tables.
 TRAITS: Mapping[str, Traits] = {
     "kfac": replace(_ROWS, axes=Axes("fisher", "kronecker", "layer", "cholesky"), measures_rows_only=True),
     "skfac": replace(_LAST_ROWS, axes=Axes("fisher", "kronecker", "layer", "smw")),
@@ -65,19 +65,19 @@ TRAITS: Mapping[str, Traits] = {
     "shampoo": _TENSORS,
     "soap": replace(_TENSORS, fixed_length=True, applies_first=True, converts=False),
     "psgd": Traits(Axes("absolute", "kronecker", "layer", "triangular")),
+    "kbfgs": Traits(Axes("bfgs", "kronecker", "layer", "bfgs"), fisher="empirical", measures_rows_only=True),
+    "hessian_free": Traits(Axes("exact", "free", "full", "cg"), every_step=True, joins_bias=False),
     "ksd": Traits(Axes("exact", "free", "full", "krylov"), every_step=True, joins_bias=False),
     "lissa": Traits(Axes("hessian", "free", "full", "neumann"), every_step=True, joins_bias=False, one_minibatch=True),
     "lbfgs": replace(_MOMENTS, axes=Axes("bfgs", "gram", "full", "bfgs"), joins_bias=False, one_minibatch=True),
     "neumann": replace(_MOMENTS, axes=Axes("hessian", "free", "full", "neumann"), every_step=True, joins_bias=False),
     "kfra": Traits(Axes("exact", "kronecker", "layer", "cholesky"), fisher="averages"),
-    "kbfgs": Traits(Axes("bfgs", "kronecker", "layer", "bfgs"), fisher="empirical", measures_rows_only=True),
-    "hessian_free": Traits(Axes("exact", "free", "full", "cg"), every_step=True, joins_bias=False),
+    "fang": replace(_ROWS, axes=Axes("fisher", "sparse", "layer", "cholesky")),
     "tnt": replace(_ROWS, axes=Axes("fisher", "dimensions", "layer", "cholesky"), measures_rows_only=True),
     "mfac": replace(_MOMENTS, axes=Axes("moment", "gram", "full", "smw")),
     "ggt": replace(_MOMENTS, axes=Axes("root_moment", "gram", "full", "eigen")),
-    "tonga_unit": replace(_MOMENTS, axes=Axes("moment", "low_rank", "unit", "smw")),
-    "fang": replace(_ROWS, axes=Axes("fisher", "sparse", "layer", "cholesky")),
     "tonga": replace(_MOMENTS, axes=Axes("moment", "low_rank", "layer", "smw")),
+    "tonga_unit": replace(_MOMENTS, axes=Axes("moment", "low_rank", "unit", "smw")),
     "sfn": Traits(Axes("absolute", "dense", "layer", "eigen")),
     "esgd": Traits(Axes("absolute", "element", "element", "division"), joins_bias=False),
     "adahessian": Traits(Axes("hessian", "element", "element", "division"), joins_bias=False),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.fisher_method import SimpleNG
 from ngsgd.preconditioners.gradient_maker import DummyObject, GradientMaker
@@ -30,14 +31,7 @@ from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
 
 # The key is the value of `optimizer=`; the arguments depend on it.
-METHODS: dict[str, type[Any]] = {
-    "kfac": KFAC, "skfac": SKFAC, "ekfac": EKFAC,
-    "diagonal": DiagonalNG, "unit": UnitWiseNG, "layer": LayerWiseNG, "full": FullNG,
-    "seng": SENG, "smw": SMWNG, "shampoo": Shampoo, "soap": SOAP, "psgd": PSGD, "kbfgs": KBFGS, "hessian_free": HessianFree,
-    "ksd": KSD, "lissa": LiSSA, "lbfgs": LBFGS, "neumann": Neumann, "kfra": KFRA, "fang": FANG, "tnt": TNT,
-    "mfac": MFAC, "ggt": GGT, "tonga": TONGA, "tonga_unit": UnitTONGA, "sfn": SFN, "esgd": ESGD, "adahessian": AdaHessian,
-    "simple": SimpleNG, "adam": Adam, "adamw": AdamW, "muon": Muon,
-}
+METHODS: dict[str, type[Any]] = {kind: Preconditioner.kinds[kind] for kind in TRAITS}
 
 __all__ = [
     "EKFAC", "ESGD", "FANG", "GGT", "KBFGS", "KFAC", "KFRA", "KSD", "LBFGS", "METHODS", "MFAC",

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 from torch import nn
 
@@ -95,12 +96,13 @@ class PreconditionedGradientMaker(GradientMaker):
     """Base of the makers."""
 
     method: type[Any]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = MappingProxyType({})
 
-    def __init_subclass__(cls, method: type[Any] | None = None, **options: Any) -> None:
-        super().__init_subclass__()
-        if method is not None:
-            cls.method, cls.options = method, options
+    @classmethod
+    def of(cls, name: str, method: type[Any], **options: Any) -> type[Self]:
+        """Return the maker of a method."""
+        return type(name, (cls,), {"__module__": __name__, "__doc__": f"`{method.__name__}`.", "method": method,
+                                   "options": options})
 
     def __init__(self, model: nn.Module, config: PreconditioningConfig | None = None) -> None:
         self.config = config = config or PreconditioningConfig()
@@ -124,7 +126,7 @@ class NaturalGradientMaker(PreconditionedGradientMaker):
         super().__init__(model, config)
 
 
-class KfacGradientMaker(NaturalGradientMaker, method=KFAC):
+class KfacGradientMaker(NaturalGradientMaker):
     """`KFAC`, or `SKFAC` with swift=True."""
 
     def __init__(self, model: nn.Module, config: PreconditioningConfig | None = None, fisher_type: str = FISHER_MC,
@@ -133,45 +135,14 @@ class KfacGradientMaker(NaturalGradientMaker, method=KFAC):
         super().__init__(model, config, fisher_type, loss_type)
 
 
-class FullNaturalGradientMaker(NaturalGradientMaker, method=FullNG):
-    """`FullNG`."""
-
-
-class LayerWiseNaturalGradientMaker(NaturalGradientMaker, method=LayerWiseNG):
-    """`LayerWiseNG`."""
-
-
-class UnitWiseNaturalGradientMaker(NaturalGradientMaker, method=UnitWiseNG):
-    """`UnitWiseNG`."""
-
-
-class DiagNaturalGradientMaker(NaturalGradientMaker, method=DiagonalNG):
-    """`DiagonalNG`."""
-
-
-class EkfacGradientMaker(NaturalGradientMaker, method=EKFAC):
-    """`EKFAC`."""
-
-
-class ShampooGradientMaker(PreconditionedGradientMaker, method=Shampoo):
-    """`Shampoo`."""
-
-
-class SengGradientMaker(PreconditionedGradientMaker, method=SENG):
-    """`SENG`."""
-
-
-class SmwEmpNaturalGradientMaker(PreconditionedGradientMaker, method=SMWNG):
-    """`SMWNG`."""
-
-
-class KronBfgsGradientMaker(PreconditionedGradientMaker, method=KBFGS):
-    """`KBFGS`."""
-
-
-class KronPsgdGradientMaker(PreconditionedGradientMaker, method=PSGD):
-    """`PSGD`."""
-
-
-class PsgdGradientMaker(PreconditionedGradientMaker, method=PSGD, form="full"):
-    """`PSGD` with one factor for the model."""
+FullNaturalGradientMaker = NaturalGradientMaker.of("FullNaturalGradientMaker", FullNG)
+LayerWiseNaturalGradientMaker = NaturalGradientMaker.of("LayerWiseNaturalGradientMaker", LayerWiseNG)
+UnitWiseNaturalGradientMaker = NaturalGradientMaker.of("UnitWiseNaturalGradientMaker", UnitWiseNG)
+DiagNaturalGradientMaker = NaturalGradientMaker.of("DiagNaturalGradientMaker", DiagonalNG)
+EkfacGradientMaker = NaturalGradientMaker.of("EkfacGradientMaker", EKFAC)
+ShampooGradientMaker = PreconditionedGradientMaker.of("ShampooGradientMaker", Shampoo)
+SengGradientMaker = PreconditionedGradientMaker.of("SengGradientMaker", SENG)
+SmwEmpNaturalGradientMaker = PreconditionedGradientMaker.of("SmwEmpNaturalGradientMaker", SMWNG)
+KronBfgsGradientMaker = PreconditionedGradientMaker.of("KronBfgsGradientMaker", KBFGS)
+KronPsgdGradientMaker = PreconditionedGradientMaker.of("KronPsgdGradientMaker", PSGD)
+PsgdGradientMaker = PreconditionedGradientMaker.of("PsgdGradientMaker", PSGD, form="full")

@@ -339,6 +339,16 @@ class Preconditioner(Estimates):
         return found
 
 
+class DirectMethod(Preconditioner):
+    """Base of methods whose `apply` updates the state and applies it directly."""
+
+    def update_curvature(self, seen: Any) -> None:
+        """Do nothing; `apply` updates the state."""
+
+    def refresh(self) -> None:
+        """Do nothing; there are no inverses."""
+
+
 def _norm_of(parts: Sequence[Tensor]) -> Tensor:
     norms: list[Tensor] = [torch.linalg.vector_norm(part) for part in parts]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.curvature.layers import upcast
 from ngsgd.errors import ConfigError, OptimizerStateError, has_grown, warn
 from ngsgd.ops.tensors import refuse_sharded
 from ngsgd.preconditioners import states
@@ -95,6 +96,10 @@ class Estimates(MethodArguments):
         self.seen_parameters: list[tuple[Any, ...]] = []
         self.follow(dict(self.model.named_parameters()))
 
+    def value_of(self, name: str) -> Tensor:
+        """Return a parameter as gradients are: outputs first, in at least float32."""
+        return self.blocks.oriented(name, upcast(self.parameters[name].detach()))
+
     def settle(self) -> None:
         """Bring the statistics up to date, of methods that keep them elsewhere."""
 
@@ -149,10 +154,14 @@ class Estimates(MethodArguments):
         entry = self._entry(name)
         if p is None or ((layout := self.layout_of(name, entry)) is not None and self._misfit(entry, layout, p)):
             return False
-        for key, value in states.converted(entry, layout, p).items():
-            group, _, short = key.partition(".")
-            (self.statistics if group == "statistics" else self.inverses)[name][short] = value
+        self._put(name, states.converted(entry, layout, p))
         return True
+
+    def _put(self, name: str, entry: Mapping[str, Tensor]) -> None:
+        """Store the tensors of a parameter, named as in `state_dict`."""
+        for key, value in entry.items():
+            group, _, short = key.partition(".")
+            (self.statistics if group == "statistics" else self.inverses).setdefault(name, {})[short] = value
 
     def forget(self, name: str) -> None:
         """Discard the estimates of a parameter."""
@@ -243,9 +252,7 @@ class Estimates(MethodArguments):
         for name, entry in layers.items():
             if "statistics.squares" in entry:
                 self.blocks.bias_of.pop(name, None)
-            for key, value in entry.items():
-                group, _, short = key.partition(".")
-                (self.statistics if group == "statistics" else self.inverses).setdefault(name, {})[short] = own(value)
+            self._put(name, {key: own(value) for key, value in entry.items()})
         counters, self._skipped_at = state[OWN], -1
         self.num_steps, self.num_skipped = int(counters["num_steps"]), int(counters["num_skipped"])
         self.last = {key: None if int(counters[f"last_{key}"]) < 0 else int(counters[f"last_{key}"]) for key in self.last}

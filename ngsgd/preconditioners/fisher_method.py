@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.config.traits import TRAITS
+from ngsgd.curvature.fisher_rows import FISHERS, FisherRecorder, FisherSample, Rows
 from ngsgd.errors import ConfigError, warn
 from ngsgd.ops.simple_natural_gradient import precondition_simple
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.fisher_recorder import FISHERS, FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.states import Layout, State
 
 # Fraction of parameters with plain gradient that triggers a warning.
@@ -101,16 +100,14 @@ class FisherMethod(Preconditioner):
             # A separate block also in an affine layer, such as a weight tied to an embedding.
             self.blocks.bias_of.pop(name, None)
         measured: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
-        if self.replicas.comm is None:
-            for name, rows in seen.rows.items():
-                self.blocks.bias_of[name] = rows.bias
+        for name, rows in seen.rows.items():
+            self.blocks.bias_of[name] = rows.bias
+            if self.replicas.comm is None:
                 self.update_statistics(name, rows)
-        else:
-            own: dict[str, State] = {}
-            for name, rows in seen.rows.items():
-                self.blocks.bias_of[name] = rows.bias
-                own[name] = self.measure(name, rows)
-            measured = self.replicas.comm.mean(own | measured, float(seen.num_rows))
+            else:
+                measured[name] = self.measure(name, rows)
+        if self.replicas.comm is not None:
+            measured = self.replicas.comm.mean(measured, float(seen.num_rows))
         for name, new in measured.items():
             self.average_in(name, new)
 
@@ -140,7 +137,7 @@ class FisherMethod(Preconditioner):
         return super().layout_of(name, entry)
 
 
-class SimpleNG(FisherMethod):
+class SimpleNG(FisherMethod, kind="simple"):
     """Simple natural gradient of Kaldi; stateless.
 
     Affine layers use alpha instead of damping. Other layers use the diagonal of one minibatch.
@@ -155,10 +152,7 @@ class SimpleNG(FisherMethod):
 
     ema_decay: float = 0.0
     alpha: float = 4.0
-    traits = TRAITS["simple"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *(["layer_options have no effect here; remove them."] if self.layer_options else [])]
+    unused = (("layer_options", "alpha is that of all layers"),)
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return dict.fromkeys(("statistics.direction", "inverse.direction"), self.blocks.sides(name)[:2])

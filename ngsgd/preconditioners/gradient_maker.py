@@ -90,29 +90,28 @@ class GradientMaker:
         require_parameters(model, "GradientMaker")
         self.model, self.preconditioner = model, preconditioner
         self._model_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
-        self._loss_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
-        self._loss_repr: Any = None
-        self._logits_repr: Any = None
+        self._loss: DummyObject | None = None
+        self._logits: DummyObject | None = None
         # logits of the last call, if setup_logits_repr declared them
         self.logits: Any = None
 
     def setup_model_call(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> DummyObject:
         """Declare the call of the model; return a placeholder of its output."""
         self._model_call = model, args, kwargs
-        self._loss_call, self._loss_repr, self._logits_repr = None, None, None
+        self._loss, self._logits = None, None
         return DummyObject()
 
     def setup_loss_call(self, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Declare how the loss is computed from the placeholder and targets."""
-        self._loss_call, self._loss_repr = (loss_fn, args, kwargs), None
+        self._loss = DummyObject(lambda output: loss_fn(*resolved(args, output), **resolved(kwargs, output)))
 
     def setup_loss_repr(self, loss: DummyObject) -> None:
         """Declare the loss as a part of the output, for models that compute it."""
-        self._loss_call, self._loss_repr = None, loss
+        self._loss = loss
 
     def setup_logits_repr(self, logits: DummyObject) -> None:
         """Declare the logits as a part of the output; `logits` contains them after each call."""
-        self._logits_repr = logits
+        self._logits = logits
 
     def forward_and_backward(self, lr: float | None = None, *, num_rows: int | None = None) -> tuple[Any, Tensor]:
         """Run forward pass, backward pass and preconditioner; return (output of the model, loss).
@@ -135,12 +134,7 @@ class GradientMaker:
             output, loss = forward()
             outputs[:] = [output]
             return loss
-        # Averages gradients before they are preconditioned.
-        if self._model_call and isinstance(self._model_call[0], nn.parallel.DistributedDataParallel):
-            loss = self.preconditioner.evaluate(closure, num_rows=num_rows)
-            self.preconditioner.step(lr)
-        else:
-            loss = self.preconditioner.evaluate_and_step(closure, lr, num_rows=num_rows)
+        loss = self.preconditioner.evaluate_and_step(closure, lr, num_rows=num_rows)
         (output,) = outputs
         self._note_logits(output)
         with torch.no_grad():
@@ -151,25 +145,20 @@ class GradientMaker:
         return output, loss
 
     def _note_logits(self, output: Any) -> None:
-        self.logits = None if self._logits_repr is None else resolved(self._logits_repr, output)
+        self.logits = None if self._logits is None else resolved(self._logits, output)
 
     def _forward(self) -> Callable[[], tuple[Any, Tensor]]:
         """Return a function that runs the model and the loss as declared now."""
         if self._model_call is None:
             raise ConfigError("GradientMaker has no model call; call setup_model_call first.")
-        if self._loss_call is None and self._loss_repr is None:
+        if self._loss is None:
             raise ConfigError("GradientMaker has no loss; call setup_loss_call or setup_loss_repr first.")
-        (call, args, kwargs), loss_call, loss_repr = self._model_call, self._loss_call, self._loss_repr
+        (call, args, kwargs), declared = self._model_call, self._loss
 
         def forward() -> tuple[Any, Tensor]:
             output = call(*args, **kwargs)
-            if loss_call is not None:
-                loss_fn, loss_args, loss_kwargs = loss_call
-                loss = loss_fn(*resolved(loss_args, output), **resolved(loss_kwargs, output))
-            else:
-                loss = resolved(loss_repr, output)
+            loss = resolved(declared, output)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ConfigError(f"the loss is {type(loss).__name__}{list(getattr(loss, 'shape', []))}, not a scalar; reduce "
-                                  f"it.")
+                raise ConfigError(f"the loss is {type(loss).__name__}{list(getattr(loss, 'shape', []))}, not a scalar; reduce it.")
             return output, loss
         return forward

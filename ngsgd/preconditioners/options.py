@@ -10,7 +10,7 @@ from typing import Any, ClassVar, dataclass_transform
 from torch import nn
 
 from ngsgd.arguments import checked, hints_of
-from ngsgd.config.traits import Traits
+from ngsgd.config.traits import TRAITS, Traits
 from ngsgd.errors import ArgumentError, ConfigError
 
 # Steps between updates: a number, ((from step, number), ..) or a function of the step.
@@ -53,9 +53,15 @@ class MethodArguments:
     seed: int = 0
 
     traits: ClassVar[Traits] = Traits()
+    # classes by the value of `optimizer=`
+    kinds: ClassVar[dict[str, type[Any]]] = {}
+    # options without effect, with the reason
+    unused: ClassVar[tuple[tuple[str, str], ...]] = ()
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, kind: str = "") -> None:
         super().__init_subclass__()
+        if kind:
+            cls.traits, cls.kinds[kind] = TRAITS[kind], cls
         dataclass(eq=False, repr=False, kw_only=True)(cls)
         known, init = [one.name for one in fields(cls)], cls.__init__
 
@@ -97,6 +103,11 @@ class MethodArguments:
         found += [problem for name in given if name in _CHOICES for problem in self.choice(name, *_CHOICES[name])]
         if self.traits.one_minibatch and (self.ema_decay or "ema_decay" in by_layer):
             found.append("ema_decay must be 0, because rows of different minibatches have no average.")
+        found += [f"{name} has no effect here: {reason}; remove it." for name, reason in self.unused if given[name]]
+        axes = self.traits.axes
+        needs = axes.representation == "low_rank" or (axes.representation == "gram" and not self.traits.fisher)
+        if "rank" in given and needs != bool(given["rank"]):
+            found.append(f"rank is {given['rank']}; {'give the number of vectors' if needs else 'remove it, it has no effect'}.")
         if self.is_joint and "damping" in by_layer:
             found.append("layer_options has damping; all layers are one block, so set damping.")
         for name in ("curvature_interval", "inverse_interval"):

@@ -18,6 +18,7 @@ from ngsgd.preconditioners.states import State
 
 # Its type stubs lack the functions used here.
 _c10d: Any = torch.distributed.distributed_c10d
+_SPLITTING = "KFAC, TNT, FANG, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP"
 
 
 class Replicas:
@@ -41,8 +42,7 @@ class Replicas:
     def split(self, group: Any) -> None:
         """Split the work over the ranks of a process group; ConfigError if the method cannot."""
         if not self._traits.splits_work:
-            raise ConfigError(f"{self._method} cannot split its work over ranks; KFAC, TNT, FANG, DiagonalNG, UnitWiseNG, "
-                              "LayerWiseNG, Shampoo and SOAP can.")
+            raise ConfigError(f"{self._method} cannot split its work over ranks; {_SPLITTING} can.")
         self.comm = ProcessGroupComm(group, next(self._model.parameters()).device)
 
     def noticed(self) -> contextlib.AbstractContextManager[Any]:
@@ -61,8 +61,7 @@ class Replicas:
             self.split(group)
         elif not self._traits.splits_work and not self._traits.agrees_over_ranks:
             raise ConfigError(f"{self._method} does not support DistributedDataParallel: each rank would use the curvature of "
-                              "its own rows, and the replicas would diverge. Choose KFAC, TNT, FANG, DiagonalNG, UnitWiseNG, "
-                              "LayerWiseNG, Shampoo or SOAP, which average it over the ranks.")
+                              f"its own rows, and the replicas would diverge. Choose one of {_SPLITTING}: they average it.")
         self._has_ddp = True
 
     def warn_of_ranks(self) -> None:

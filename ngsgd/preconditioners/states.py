@@ -10,15 +10,12 @@ from torch import Tensor
 
 from ngsgd.arguments import require_state
 from ngsgd.errors import OptimizerStateError
-from ngsgd.ops.natural_gradient import FisherState
 
 State = dict[str, Tensor]
 # Key of the entry of a state dict that belongs to no layer.
 OWN = ""
 # The random state of a GPU is a seed and an offset.
 _CUDA_GENERATOR_BYTES = 16
-# tensors of a Fisher estimate
-_FISHER_KEYS = ("W", "d", "rho")
 GROUPS = ("statistics", "inverse")
 # Shapes of the tensors of one layer by key, such as {"statistics.A": (5, 5), "inverse.root*": ("x",
 # "x")}. A letter is any size, the same everywhere in its group. Keys with ? may be absent; those
@@ -197,26 +194,3 @@ def mean_state(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
                                          for entry in entries]).mean(dim=0) for key in keys}
     found[OWN]["entries"] = packed_text(entries_text(found))
     return found
-
-
-def fisher_state(state: Any, name: str, dim: int | None = None) -> tuple[FisherState | None, int]:
-    """Return (estimate, calls) of a state of `OnlineNaturalGradient` with rows of `dim`."""
-    require_state(state, ("t",) if isinstance(state, Mapping) and {*state} == {"t"} else ("t", *_FISHER_KEYS), name,
-                  OptimizerStateError)
-    if extra := sorted({*state} - {"t", *_FISHER_KEYS}):
-        raise OptimizerStateError(f"the state of {name} has {extra[0]!r}, which estimates do not have.")
-    num_calls = number_of(state, "t", name)
-    if "W" not in state:
-        return None, num_calls
-    W_RD, d_R, rho = (finite_tensor(state[key], f"{key} of the state of {name}") for key in _FISHER_KEYS)
-    if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.numel() != 1 or not W_RD.is_floating_point():
-        raise OptimizerStateError(f"Invalid state of {name}: W {tuple(W_RD.shape)} of {W_RD.dtype}, d {tuple(d_R.shape)}, "
-                                  f"rho {tuple(rho.shape)}; load a complete state.")
-    if dim is not None and W_RD.shape[1] != dim:
-        raise OptimizerStateError(f"the state of {name} has rows of dimension {W_RD.shape[1]}, and this estimate {dim}; "
-                                  "load the state of the same model.")
-    if not 0 < len(W_RD) < W_RD.shape[1]:
-        raise OptimizerStateError(f"the state of {name} has rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
-                                  "must be at least 1 and below the dimension.")
-    W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
-    return FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls

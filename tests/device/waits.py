@@ -43,7 +43,7 @@ WAITS = (
     Wait("ngsgd/curvature/losses.py", "evaluation", 16, _LOOK, "negative weights raise an error"),
     Wait("ngsgd/curvature/graph.py", "_second_derivative", 16, "`diag_h` alone",
          "zero second derivatives are skipped"),
-    Wait("ngsgd/preconditioners/fisher_recorder.py", "_differentiated", 16, _LOOK,
+    Wait("ngsgd/curvature/fisher_rows.py", "_differentiated", 16, _LOOK,
          "the number of rows divides the statistics"),
     Wait("ngsgd/curvature/products.py", "<genexpr>", 16, _LOOK,
          "the number of rows divides the products"),

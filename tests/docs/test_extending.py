@@ -96,6 +96,11 @@ def _run(tree: Path, *words: str) -> str:
     return done.stdout
 
 
+def test_a_method_is_one_file_of_at_most_60_lines() -> None:
+    files = [body for _, body in FENCE.findall(_TEXT) if body.startswith("# ngsgd/preconditioners/methods/")]
+    assert len(files) == 2 and all(len(body.splitlines()) - 1 <= 60 for body in files)
+
+
 @pytest.mark.slow
 def test_an_outer_rule_a_preconditioner_a_recipe_and_a_metric_work(extended: Path) -> None:
     _run(extended, "-c", _CHECK)
@@ -112,9 +117,10 @@ def test_a_command_works_and_is_in_the_help(extended: Path) -> None:
 @pytest.mark.slow
 def test_tests_over_all_kinds_pass_with_the_new_ones(extended: Path) -> None:
     files = ("tests/test_defaults.py", "tests/preconditioners/test_protocol.py",
+             "tests/preconditioners/test_new_methods.py",
              "tests/training/test_preconditioned.py", "tests/optim/test_outer.py")
     out = _run(extended, "-m", "pytest", *files, "-v", "-p", "no:cacheprovider",
-               "-k", "median or sign or rejects_invalid_combinations")
+               "-k", "median or sign or kfac_eigen or exact_damping or rejects_invalid_combinations")
     passed = re.search(r"(\d+) passed", out)
     # at least one test of each file
     assert passed and int(passed[1]) >= len(files), out

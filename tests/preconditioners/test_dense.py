@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from ngsgd.curvature.fisher_rows import Rows
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import (
     EKFAC,
@@ -26,7 +27,6 @@ from ngsgd.preconditioners import (
     UnitWiseNG,
 )
 from ngsgd.preconditioners.fisher_method import FisherMethod
-from ngsgd.preconditioners.fisher_recorder import Rows
 from tests.preconditioners.problems import NAMES, SHARING, close, gradients_of, joint, move, problem
 from tests.reference import preconditioners as dense
 from tests.reference.simple_natural_gradient import precondition_by_definition

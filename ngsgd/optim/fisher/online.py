@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ngsgd.arguments import checks_arguments
-from ngsgd.errors import ArgumentError, DivergenceError
+from ngsgd.arguments import checks_arguments, require_state
+from ngsgd.errors import ArgumentError, DivergenceError, OptimizerStateError
 from ngsgd.ops import fisher_projection, tensors
 from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.fisher_projection import PreconditionContext
 from ngsgd.ops.polar_update import PolarState, eta_of, kaldi, polar
 from ngsgd.optim.fisher.stack import Shares
 from ngsgd.optim.fisher.update_queue import UpdateQueue
-from ngsgd.preconditioners.states import fisher_state
+from ngsgd.preconditioners.states import finite_tensor, number_of
 
 # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4.
 _NNET3_FIRST_UPDATES = 11
@@ -32,6 +32,7 @@ _SMALL_SUM_SQ = 1e-13
 # Fraction of tr X X^T that leaves three digits of a float32 difference; with alpha 4 and 32
 # dimensions at least 1e-2 remains.
 _MIN_NORM_LEFT = 1e-3
+_STATE_TENSORS = ("W", "d", "rho")
 
 
 class OnlineNaturalGradient:
@@ -387,7 +388,7 @@ class OnlineNaturalGradient:
         Raises:
             OptimizerStateError: the state is of another method or dimension, or damaged.
         """
-        found, num_calls = fisher_state(state, self.name, self.dim)
+        found, num_calls = _checked_state(state, self.name, self.dim)
         self.queue.wait(self)
         self._state, self.num_calls, self._gram_RR = found, num_calls, None
 
@@ -458,3 +459,26 @@ class OnlineNaturalGradient:
             KL_2RR = ops.moment_products(J_RD, H_NR)
             total(KL_2RR[1])
             passes.add(self, J_RD, KL_2RR, (sum_sq, num_rows, loss_scale))
+
+
+def _checked_state(state: Any, name: str, dim: int | None = None) -> tuple[ops.FisherState | None, int]:
+    """Return (estimate, calls) of a state of `OnlineNaturalGradient` with rows of `dim`."""
+    require_state(state, ("t",) if isinstance(state, Mapping) and {*state} == {"t"} else ("t", *_STATE_TENSORS), name,
+                  OptimizerStateError)
+    if extra := sorted({*state} - {"t", *_STATE_TENSORS}):
+        raise OptimizerStateError(f"the state of {name} has {extra[0]!r}, which estimates do not have.")
+    num_calls = number_of(state, "t", name)
+    if "W" not in state:
+        return None, num_calls
+    W_RD, d_R, rho = (finite_tensor(state[key], f"{key} of the state of {name}") for key in _STATE_TENSORS)
+    if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.numel() != 1 or not W_RD.is_floating_point():
+        raise OptimizerStateError(f"Invalid state of {name}: W {tuple(W_RD.shape)} of {W_RD.dtype}, d {tuple(d_R.shape)}, "
+                                  f"rho {tuple(rho.shape)}; load a complete state.")
+    if dim is not None and W_RD.shape[1] != dim:
+        raise OptimizerStateError(f"the state of {name} has rows of dimension {W_RD.shape[1]}, and this estimate {dim}; "
+                                  "load the state of the same model.")
+    if not 0 < len(W_RD) < W_RD.shape[1]:
+        raise OptimizerStateError(f"the state of {name} has rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
+                                  "must be at least 1 and below the dimension.")
+    W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
+    return ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.config.traits import Axes, Traits
+from ngsgd.curvature.fisher_rows import FISHERS, FisherSample, Rows
 from ngsgd.curvature.forms.grad_forms import DenseInputs, OuterProduct, RowSum
-from ngsgd.curvature.forms.kronecker import output_rows
+from ngsgd.curvature.forms.kronecker import add_gram, output_rows
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_inverse, eigh, shared_damping
 from ngsgd.preconditioners.base import Preconditioner
@@ -33,7 +34,6 @@ from ngsgd.preconditioners.blocks import flat, require_small, unflat
 from ngsgd.preconditioners.estimates import is_finite
 from ngsgd.preconditioners.factored_grad import products_of
 from ngsgd.preconditioners.fisher_method import FisherMethod
-from ngsgd.preconditioners.fisher_recorder import FISHERS, FisherSample, Rows
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.states import Layout, State
 
@@ -71,8 +71,11 @@ def _dense(seen: Seen, of_units: bool = False) -> State:
 
 def _factors(seen: Seen, of_rows: bool = False) -> State:
     if isinstance(seen, Rows) and of_rows:
-        a_XI, e_XO = seen.a_NTI.flatten(0, 1), output_rows(seen.e_VNTO, "expand")
-        return {"A": products_of(a_XI.T) / len(a_XI), "B": products_of(e_XO.T) / seen.num_rows}
+        found = {}
+        for key, x_XD, scale in sides_of(seen):
+            found[key] = x_XD.new_empty(x_XD.shape[1], x_XD.shape[1])
+            add_gram(x_XD, found[key], keep=0.0, scale=scale)
+        return found
     if isinstance(seen, Rows) and seen.a_NTI.shape[1] == 1:
         # of e a^T: |e|^2 a a^T and |a|^2 e e^T
         a_NI, e_VNO = seen.a_NTI[:, 0], seen.e_VNTO[:, :, 0]
@@ -81,6 +84,12 @@ def _factors(seen: Seen, of_rows: bool = False) -> State:
     else:
         right_XI, left_XO = _vectors(seen).flatten(0, 1), _vectors(seen).transpose(1, 2).flatten(0, 1)
     return {"A": products_of(right_XI.T) / _num_rows(seen), "B": products_of(left_XO.T) / _num_rows(seen)}
+
+
+def sides_of(rows: Rows) -> tuple[tuple[str, Tensor, float], tuple[str, Tensor, float]]:
+    """Return (factor, rows, weight of their squares) of both sides of a layer."""
+    a_XI = rows.a_NTI.flatten(0, 1)
+    return ("A", a_XI, 1.0 / len(a_XI)), ("B", output_rows(rows.e_VNTO, "expand"), 1.0 / rows.num_rows)
 
 
 def _squares(seen: Seen) -> State:
@@ -407,11 +416,7 @@ class Method(Combination):
         super().__post_init__()
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *problems_of(self.traits.axes)]
-        needs = self.representation == "low_rank" or (self.representation == "gram" and self.curvature not in FISHERS)
-        if needs != bool(self.rank):
-            found.append(f"rank is {self.rank}; {'give the number of vectors' if needs else 'remove it, it has no effect here'}.")
-        return found
+        return [*super().problems(), *problems_of(self.traits.axes)]
 
 
 class _OfRows(Method, FisherMethod):

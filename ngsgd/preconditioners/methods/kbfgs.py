@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.config.traits import TRAITS
+from ngsgd.curvature.fisher_rows import FisherRecorder, FisherSample, Rows
 from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.fisher_method import FisherMethod
-from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.states import Layout, State
 
 _Closure = Callable[[], Tensor]
@@ -45,7 +44,7 @@ class _Pending:
     norms: list[float] = field(default_factory=list)
 
 
-class KBFGS(FisherMethod):
+class KBFGS(FisherMethod, kind="kbfgs"):
     """K-BFGS; a curvature update costs another forward and backward pass and O^2 + I^2 operations
     per layer.
 
@@ -56,7 +55,6 @@ class KBFGS(FisherMethod):
     """
 
     min_curvature: float = 0.2
-    traits = TRAITS["kbfgs"]
 
     def __post_init__(self) -> None:
         super().__post_init__()

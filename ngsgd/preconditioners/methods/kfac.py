@@ -17,21 +17,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ngsgd.config.traits import TRAITS
-from ngsgd.curvature.forms.kronecker import add_gram, output_rows
+from ngsgd.curvature.fisher_rows import FisherSample, Rows
+from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, split_damping, woodbury_rows
 from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.fisher_method import FisherMethod
-from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
-from ngsgd.preconditioners.methods.combination import Combination
+from ngsgd.preconditioners.methods.combination import Combination, sides_of
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 # Factor that belongs to the rows of a side.
 _FACTOR = {"a": "A", "e": "B"}
 
 
-class KFAC(Combination, FisherMethod):
+class KFAC(Combination, FisherMethod, kind="kfac"):
     """K-FAC (Martens and Grosse 2015); with `fisher="exact"` the factors are those of KFLR.
 
     P g equals (F + damping I)^-1 g, up to the factored damping, if B or A is constant over samples.
@@ -45,27 +44,16 @@ class KFAC(Combination, FisherMethod):
     """
 
     sharing: str = "expand"
-    traits = TRAITS["kfac"]
 
     def measure(self, name: str, rows: Rows) -> State:
-        found = {}
-        for key, x_XD, scale in self._sides(rows):
-            found[key] = x_XD.new_empty(x_XD.shape[1], x_XD.shape[1])
-            add_gram(x_XD, found[key], keep=0.0, scale=scale)
-        return found
-
-    def _sides(self, rows: Rows) -> tuple[tuple[str, Tensor, float], tuple[str, Tensor, float]]:
-        """Return (factor, rows, weight of their squares) of both sides."""
-        a_NTI, e_VNTO = rows.shared(self.sharing)
-        a_XI = a_NTI.flatten(0, 1)
-        return ("A", a_XI, 1.0 / len(a_XI)), ("B", output_rows(e_VNTO, "expand"), 1.0 / rows.num_rows)
+        return super().measure(name, rows.shared(self.sharing))
 
     def update_statistics(self, name: str, rows: Rows) -> None:
         known, decay = self.statistics.get(name), self.option(name, "ema_decay")
         if type(self).measure is not KFAC.measure or known is None or not decay:
             super().update_statistics(name, rows)
             return
-        sides = self._sides(rows)
+        sides = sides_of(rows.shared(self.sharing))
         # The trace bounds all products.
         if not all(bool(x_XD.square().sum().isfinite()) for _, x_XD, _ in sides):
             self.note_skipped()
@@ -76,7 +64,7 @@ class KFAC(Combination, FisherMethod):
         self.statistics.decayed(name, decay)
 
 
-class KFRA(KFAC):
+class KFRA(KFAC, kind="kfra"):
     """K-FAC with the output factors of a recursion over averages (Botev et al. 2017).
 
     It needs one matrix for each operation, not a vector for each class. ConfigError if the network
@@ -88,17 +76,15 @@ class KFRA(KFAC):
     fisher: ClassVar[str] = "averages"  # type: ignore[misc]
     num_draws: ClassVar[int] = 1  # type: ignore[misc]
     sharing: ClassVar[str] = "expand"  # type: ignore[misc]
-    traits = TRAITS["kfra"]
 
 
-class SKFAC(KFAC):
+class SKFAC(KFAC, kind="skfac"):
     """`KFAC(ema_decay=0)` without matrices of a layer's width (Tang et al. 2021).
 
     Options: see `KFAC`; ema_decay must be 0, the default.
     """
 
     ema_decay: float = 0.0
-    traits = TRAITS["skfac"]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         O, I, _ = self.blocks.sides(name)  # noqa: E741
@@ -108,8 +94,8 @@ class SKFAC(KFAC):
                 **{f"inverse.{key}_{side}?*": (side,) * rank for side in "ae" for key, rank in (("root", 2), ("damping", 0))}}
 
     def measure(self, name: str, rows: Rows) -> State:
-        a_NTI, e_VNTO = rows.shared(self.sharing)
-        a_XI, e_XO = a_NTI.flatten(0, 1), e_VNTO.flatten(0, 2)
+        rows = rows.shared(self.sharing)
+        a_XI, e_XO = rows.a_NTI.flatten(0, 1), rows.e_VNTO.flatten(0, 2)
         return {**self._smaller("a", a_XI / len(a_XI) ** 0.5), **self._smaller("e", e_XO / rows.num_rows**0.5)}
 
     @staticmethod
@@ -151,16 +137,13 @@ class SKFAC(KFAC):
         return woodbury_rows(inverse[side], inverse[f"root_{side}"], float(inverse[f"damping_{side}"]), x_XD)
 
 
-class EKFAC(KFAC):
+class EKFAC(KFAC, kind="ekfac"):
     """Eigenvectors of K-FAC, with second moments of the gradient (George et al. 2018).
 
     Moments restart with the basis, from the minibatch of the inverse update. Options: see `KFAC`.
     """
 
-    # Each rank would have the moments of its rows only, and the factors alone do not determine the
-    # inverse.
-    traits = TRAITS["ekfac"]
-
+    # Not split over ranks: each would have the moments of its rows only.
     def __post_init__(self) -> None:
         super().__post_init__()
         # rows of this step, for moments in a basis that is computed later
@@ -210,10 +193,8 @@ class EKFAC(KFAC):
         return Rows(rows.weight, rows.bias, a_NTI, e_VNTO, rows.num_rows).individual().square().sum(dim=0) / rows.num_rows
 
 
-class TNT(Combination, FisherMethod):
+class TNT(Combination, FisherMethod, kind="tnt"):
     """Tensor-normal training (Ren and Goldfarb 2021, with "mc"), of gradients of samples."""
-
-    traits = TRAITS["tnt"]
 
 
 def _mean_square(known: State, side: str) -> float:

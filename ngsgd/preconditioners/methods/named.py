@@ -1,77 +1,53 @@
 """Combinations with a name, (C + d I)^-1 g; `ngsgd.config.traits` has their four choices.
 
-    DiagonalNG                       C = diag F
-    UnitWiseNG, LayerWiseNG, FullNG  C = F of each output, each layer, or all affine layers
-    MFAC, GGT                        C = mean of g g^T of the last `rank` minibatches, or its root
-    TONGA, UnitTONGA                 C = moving average of g g^T of a layer or output: eigenvectors
-    FANG                             C = F: sparse factors of the inverse, by regression on biases
-    SFN                              C = |H| of a layer
-    ESGD, AdaHessian                 C = root of the mean of (H z)^2, or of (z H z)^2
+C is the Fisher matrix F, the mean of g g^T, or of the Hessian.
 """
 
 from __future__ import annotations
 
-from ngsgd.config.traits import TRAITS
 from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.methods.combination import Combination, ProductCombination
 
 
-class DiagonalNG(Combination, FisherMethod):
-    """Diagonal of F."""
-
-    traits = TRAITS["diagonal"]
+class DiagonalNG(Combination, FisherMethod, kind="diagonal"):
+    """C = diag F."""
 
 
-class UnitWiseNG(Combination, FisherMethod):
+class UnitWiseNG(Combination, FisherMethod, kind="unit"):
     """Unit-wise F (Roux et al. 2008): O matrices I x I per layer."""
 
-    traits = TRAITS["unit"]
 
-
-class LayerWiseNG(Combination, FisherMethod):
+class LayerWiseNG(Combination, FisherMethod, kind="layer"):
     """Dense F of each layer; ConfigError for a layer of more than 20 000 parameters."""
 
-    traits = TRAITS["layer"]
 
-
-class FullNG(Combination, FisherMethod):
+class FullNG(Combination, FisherMethod, kind="full"):
     """Dense F of all affine layers together, for models of up to 20 000 parameters."""
 
-    traits = TRAITS["full"]
 
-
-class MFAC(Combination):
-    """M-FAC (Frantar et al. 2021): `rank` gradients, of equal weight if ema_decay is 0."""
+class MFAC(Combination, kind="mfac"):
+    """M-FAC (Frantar et al. 2021): C of `rank` gradients, of equal weight if ema_decay is 0."""
 
     rank: int = 32
     ema_decay: float = 0.0
-    traits = TRAITS["mfac"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *([] if self.rank else ["rank is 0; give the number of vectors."])]
 
 
-class GGT(MFAC):
-    """GGT (Agarwal et al. 2019), of the mean of g g^T; options as of `MFAC`."""
-
-    traits = TRAITS["ggt"]
+class GGT(MFAC, kind="ggt"):
+    """GGT (Agarwal et al. 2019), the root of C of `MFAC`, with its options."""
 
 
-class TONGA(MFAC):
-    """TONGA (Le Roux et al. 2007): `rank` eigenvectors, and as many gradients since."""
+class TONGA(MFAC, kind="tonga"):
+    """TONGA (Le Roux et al. 2007): `rank` eigenvectors of C, and as many gradients since."""
 
     rank: int = 10
     ema_decay: float = 0.995
-    traits = TRAITS["tonga"]
 
 
-class UnitTONGA(TONGA):
+class UnitTONGA(TONGA, kind="tonga_unit"):
     """TONGA with a matrix for each output of a layer (Le Roux et al. 2007, section 4)."""
 
-    traits = TRAITS["tonga_unit"]
 
-
-class FANG(Combination, FisherMethod):
+class FANG(Combination, FisherMethod, kind="fang"):
     """FANG (Grosse and Salakhutdinov 2015) for affine layers.
 
     The gradients of the biases of a layer have a dense covariance. That of a weight depends, given
@@ -79,24 +55,17 @@ class FANG(Combination, FisherMethod):
     is the diagonal.
     """
 
-    traits = TRAITS["fang"]
+
+class SFN(ProductCombination, kind="sfn"):
+    """Saddle-free Newton method (Dauphin et al. 2014), C = |H|; up to 2000 parameters a layer."""
 
 
-class SFN(ProductCombination):
-    """Saddle-free Newton method (Dauphin et al. 2014), for layers of up to 2000 parameters."""
-
-    traits = TRAITS["sfn"]
+class ESGD(ProductCombination, kind="esgd"):
+    """Equilibrated SGD (Dauphin et al. 2015): C^2 = moving average of (H z)^2, z is normal."""
 
 
-class ESGD(ProductCombination):
-    """Equilibrated SGD (Dauphin et al. 2015), with a moving average; z is normal."""
-
-    traits = TRAITS["esgd"]
-
-
-class AdaHessian(ProductCombination):
-    """AdaHessian (Yao et al. 2021) without momentum; z has signs, kernels have the mean."""
+class AdaHessian(ProductCombination, kind="adahessian"):
+    """AdaHessian (Yao et al. 2021) without momentum: (z H z)^2, z has signs, kernels the mean."""
 
     damping: float = 1e-4
     ema_decay: float = 0.999
-    traits = TRAITS["adahessian"]

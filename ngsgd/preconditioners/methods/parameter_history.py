@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.config.traits import TRAITS
-from ngsgd.curvature.layers import upcast
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.base import DirectMethod, Preconditioner
 from ngsgd.preconditioners.blocks import flat, unflat
 from ngsgd.preconditioners.states import Layout, State
 
@@ -28,7 +26,7 @@ from ngsgd.preconditioners.states import Layout, State
 _MIN_CURVATURE = 1e-10
 
 
-class LBFGS(Preconditioner):
+class LBFGS(Preconditioner, kind="lbfgs"):
     """L-BFGS without line search; the gradient itself before the first pair.
 
     Args:
@@ -38,17 +36,13 @@ class LBFGS(Preconditioner):
 
     ema_decay: float = 0.0
     rank: int = 10
-    traits = TRAITS["lbfgs"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *([] if self.rank else ["rank is 0; give the number of pairs."])]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         pairs = ("statistics.s?", "statistics.y?", "inverse.s?", "inverse.y?")
         return {**dict.fromkeys(pairs, ("m", "d")), "statistics.last": (2, "d")}
 
     def update_curvature(self, seen: Any) -> None:
-        theta = {name: self.blocks.oriented(name, upcast(self.parameters[name].detach())) for name in seen}
+        theta = {name: self.value_of(name) for name in seen}
         self.cover(sorted(seen))
         now_2D, known = torch.stack([flat(theta), flat(seen)]), self.statistics.get(min(seen), {})
         if not bool(now_2D.sum().isfinite()):
@@ -82,7 +76,7 @@ class LBFGS(Preconditioner):
         return unflat(q_D, grads)
 
 
-class Neumann(Preconditioner):
+class Neumann(DirectMethod, kind="neumann"):
     """Neumann optimizer; use an optimizer without momentum, because n is one.
 
     Args:
@@ -98,25 +92,16 @@ class Neumann(Preconditioner):
     first_reset: int = 1000
     attraction: float = 1e-7
     repulsion: float = 1e-5
-    traits = TRAITS["neumann"]
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *(["layer_options is set; all layers have one regularizer."] if self.layer_options else [])]
+    unused = (("layer_options", "all layers have one regularizer"),)
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return {f"statistics.{key}": self.blocks.shape(name) for key in ("n", "v")}
-
-    def update_curvature(self, seen: Any) -> None:
-        """Do nothing; `apply` updates the state."""
-
-    def refresh(self) -> None:
-        """Do nothing; the state is applied directly."""
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not grads or not bool(torch.stack([g.sum().isfinite() for g in grads.values()]).all()):
             self.note_skipped()
             return dict(grads)
-        theta = {name: self.blocks.oriented(name, upcast(self.parameters[name].detach())) for name in grads}
+        theta = {name: self.value_of(name) for name in grads}
         turn, since = divmod(self.num_steps, self.first_reset)
         # after 1, 3, 7, .. times first_reset steps
         is_reset = since == 0 and (turn + 1) & turn == 0

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import less_upper_product, upper_gram
@@ -32,7 +31,7 @@ from ngsgd.preconditioners.states import GROUPS, Layout, State
 _ALL = "all"
 
 
-class PSGD(SecondOrderMethod):
+class PSGD(SecondOrderMethod, kind="psgd"):
     """PSGD (Li 2018); a curvature update costs one product with H, to which damping is added.
 
     Args:
@@ -45,15 +44,11 @@ class PSGD(SecondOrderMethod):
     ema_decay: float = 0.0
     form: str = "kronecker"
     factor_lr: float = 0.1
-    traits = TRAITS["psgd"]
+    unused = (("ema_decay", "Q is updated by steps of factor_lr"),)
 
     @property
     def is_joint(self) -> bool:
         return self.form == "full"
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *(["ema_decay has no effect here: Q is updated by steps of factor_lr; remove it."]
-                                       if self.ema_decay else [])]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         if self.is_joint:

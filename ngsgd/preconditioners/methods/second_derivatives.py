@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.layers import upcast
 from ngsgd.curvature.products import FullModelProducts, expanded
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients, eigh
 from ngsgd.ops.tensors import naming_missing, twice_differentiable
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.base import DirectMethod, Preconditioner
 from ngsgd.preconditioners.blocks import flat, unflat
-from ngsgd.preconditioners.states import Layout, State
+from ngsgd.preconditioners.states import Layout
 
 Gradients = Mapping[str, Tensor]
 
@@ -100,7 +99,7 @@ class SecondOrderMethod(Preconditioner):
         return {name: self.blocks.oriented(name, upcast(value)) for name, value in found.items()}
 
 
-class MatrixFree(SecondOrderMethod):
+class MatrixFree(SecondOrderMethod, DirectMethod):
     """Base of the methods without a matrix, which need memory for the graph and a few gradients.
 
     Args:
@@ -119,11 +118,8 @@ class MatrixFree(SecondOrderMethod):
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return {"statistics.direction": self.blocks.shape(name)}
 
-    def update_curvature(self, seen: Any) -> None:
-        """Keep nothing; `apply` uses the graph of the minibatch."""
-
-    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
-        """Return x and the number of products with C + d I; `start_D`: decayed last direction."""
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> Tensor:
+        """Return x, by products with C + d I; `start_D`: decayed last direction."""
         raise NotImplementedError
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,12 +127,12 @@ class MatrixFree(SecondOrderMethod):
             raise ConfigError(f"{type(self).__name__} needs the graph of the minibatch, which step() frees; call step().")
 
         def damped(v_D: Tensor) -> Tensor:
+            self.num_products += 1
             return flat(self.product(self.products, unflat(v_D, grads))) + self.damping * v_D
         g_D, start_D = flat(grads), None
         if self.ema_decay and all(name in self.statistics for name in grads):
             start_D = flat({name: self.statistics[name]["direction"] for name in grads}).mul_(self.ema_decay)
-        direction_D, taken = self.solved(damped, g_D, start_D)
-        self.num_products += taken
+        direction_D = self.solved(damped, g_D, start_D)
         found = unflat(direction_D, grads)
         # The iterates of a gradient that is not finite are those of the last minibatch.
         if bool(direction_D.isfinite().all()) and bool(g_D.sum().isfinite()):
@@ -146,11 +142,8 @@ class MatrixFree(SecondOrderMethod):
             self.note_skipped()
         return found
 
-    def invert(self, name: str, known: State) -> State:
-        return {}
 
-
-class HessianFree(MatrixFree):
+class HessianFree(MatrixFree, kind="hessian_free"):
     """Hessian-free optimization (Martens 2010): (C + d I) x = g by conjugate gradients.
 
     The iteration starts from the decayed last direction. Negative curvature ends it.
@@ -163,13 +156,12 @@ class HessianFree(MatrixFree):
 
     max_cg_steps: int = 10
     cg_tolerance: float = 1e-3
-    traits = TRAITS["hessian_free"]
 
-    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
-        return conjugate_gradients(product, g_D, start_D=start_D, max_steps=self.max_cg_steps, tolerance=self.cg_tolerance)
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> Tensor:
+        return conjugate_gradients(product, g_D, start_D=start_D, max_steps=self.max_cg_steps, tolerance=self.cg_tolerance)[0]
 
 
-class KSD(MatrixFree):
+class KSD(MatrixFree, kind="ksd"):
     """Krylov subspace descent (Vinyals and Povey 2012), with the quadratic model of the minibatch.
 
     The paper minimizes the loss itself over the subspace, by BFGS on another minibatch.
@@ -180,12 +172,11 @@ class KSD(MatrixFree):
     """
 
     dimension: int = 20
-    traits = TRAITS["ksd"]
 
-    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> Tensor:
         # its images have no eigenvalues
         if not bool(g_D.sum().isfinite()):
-            return g_D, 0
+            return g_D
         basis, images = list[Tensor](), list[Tensor]()
         x_D: Tensor = g_D
         for number in range(self.dimension + (start_D is not None)):
@@ -201,15 +192,15 @@ class KSD(MatrixFree):
             images.append(product(basis[-1]))
             x_D = images[-1]
         if not basis:
-            return g_D, 0
+            return g_D
         V_DK = torch.stack(basis, dim=1)
         values_K, U_KK = eigh(V_DK.T @ torch.stack(images, dim=1))
         # as in the paper, negative curvature counts by its size, and has a floor
         W_DK = V_DK @ U_KK
-        return W_DK @ ((W_DK.T @ g_D) / values_K.abs().clamp(min=self.damping)), len(basis)
+        return W_DK @ ((W_DK.T @ g_D) / values_K.abs().clamp(min=self.damping))
 
 
-class LiSSA(MatrixFree):
+class LiSSA(MatrixFree, kind="lissa"):
     """LiSSA (Agarwal et al. 2017): the Neumann series of the inverse; no direction is kept.
 
     The paper samples an example for each product; here all products are of the minibatch.
@@ -224,10 +215,9 @@ class LiSSA(MatrixFree):
     ema_decay: float = 0.0
     num_terms: int = 10
     scale: float = 10.0
-    traits = TRAITS["lissa"]
 
-    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> tuple[Tensor, int]:
+    def solved(self, product: Callable[[Tensor], Tensor], g_D: Tensor, start_D: Tensor | None) -> Tensor:
         x_D = g_D / self.scale
         for _ in range(self.num_terms):
             x_D = x_D + (g_D - product(x_D)) / self.scale
-        return x_D, self.num_terms
+        return x_D

@@ -17,12 +17,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ngsgd.config.traits import TRAITS
+from ngsgd.curvature.fisher_rows import FisherSample, Rows
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_cholesky
 from ngsgd.preconditioners.factored_grad import FactoredGrad, products_of
 from ngsgd.preconditioners.fisher_method import FisherMethod
-from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 
@@ -109,7 +108,7 @@ class _FromRows(FisherMethod):
         return weight, None if bias is None else bias - e_NO.sum(dim=0)
 
 
-class SENG(_FromRows):
+class SENG(_FromRows, kind="seng"):
     """Natural gradient of each layer through its Gram matrix; exact with `sketch=0`.
 
     A sketch keeps `sketch` of d coordinates, sampled again for each minibatch, times sqrt(d /
@@ -123,7 +122,6 @@ class SENG(_FromRows):
     """
 
     sketch: int = 0
-    traits = TRAITS["seng"]
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
@@ -160,7 +158,7 @@ class SENG(_FromRows):
         return (g_OI - combination(a_NTI, e_VNTO, b_X)) / self.option(name, "damping")
 
 
-class SMWNG(_FromRows):
+class SMWNG(_FromRows, kind="smw"):
     """Natural gradient of all affine layers together through one Gram matrix.
 
     Equals `FullNG(ema_decay=0)`, for models of any size.
@@ -169,7 +167,6 @@ class SMWNG(_FromRows):
     (default).
     """
 
-    traits = TRAITS["smw"]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,8 +16,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ngsgd.config.traits import TRAITS
-from ngsgd.curvature.layers import upcast
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import eigh, inverse_root
 from ngsgd.preconditioners.base import Preconditioner
@@ -50,7 +48,9 @@ class _BlockMethod(Preconditioner):
 
     @staticmethod
     def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
-        """Multiply every dimension of the block by its matrix, or its transpose."""
+        """Multiply every dimension of the block by its matrix, if any, or its transpose."""
+        if f"{index}.0" not in inverse:
+            return block
         if block.ndim == 2:
             left_OO, right_II = (inverse[f"{index}.{k}"].T if transpose else inverse[f"{index}.{k}"] for k in range(2))
             return gemm.mm(gemm.mm(left_OO, block), right_II.T)
@@ -65,7 +65,7 @@ class _BlockMethod(Preconditioner):
         return (merged[corner] for corner in _corners(merged.shape, self.block_size))
 
 
-class Shampoo(_BlockMethod):
+class Shampoo(_BlockMethod, kind="shampoo"):
     """Shampoo (Gupta et al. 2018, algorithm 2); for a bias, full-matrix AdaGrad.
 
     Args:
@@ -78,7 +78,6 @@ class Shampoo(_BlockMethod):
 
     damping: float = 1e-6
     history: str = "average"
-    traits = TRAITS["shampoo"]
 
     def average_in(self, name: str, new: State) -> None:
         # Zero gradients start no estimate: the root of their factors would be arbitrarily large.
@@ -130,7 +129,7 @@ class Shampoo(_BlockMethod):
         return found, None
 
 
-class SOAP(_BlockMethod):
+class SOAP(_BlockMethod, kind="soap"):
     """Adam in the eigenbasis of Shampoo's L_i (Vyas et al. 2024, algorithm 3); vectors use Adam.
 
     The first gradient of a tensor initializes the L_i, and its direction is 0. The moments change
@@ -147,9 +146,6 @@ class SOAP(_BlockMethod):
 
     damping: float = 1e-8
     momentum: float = 0.95
-
-    # Rounding noise of float32 would count as a gradient in float64.
-    traits = TRAITS["soap"]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         factors = self._factor_shapes(name) if len(self.blocks.shape(name)) > 1 else {}
@@ -178,7 +174,7 @@ class SOAP(_BlockMethod):
     def invert(self, name: str, known: State) -> State:
         if (old := self.inverses.get(name)) is None:
             # the first basis and zero moments
-            p = self.blocks.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
+            p = self.value_of(name)
             moments = {f"{index}.{key}": torch.zeros_like(block)
                        for index, block in enumerate(self._parts(p)) for key in ("m", "v")}
             return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
@@ -230,10 +226,6 @@ class SOAP(_BlockMethod):
             root.add_(damping + _noise(root.norm()))
             out.copy_(self._rotated(m / inverse["weight_m"] / root, index, inverse, transpose=False))
         return torch.where(is_finite, found.view_as(g), g)
-
-    @staticmethod
-    def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
-        return _BlockMethod._rotated(block, index, inverse, transpose=transpose) if f"{index}.0" in inverse else block
 
 
 def _noise(norm: Tensor) -> Tensor:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig
-from ngsgd.config.traits import TRAITS, Traits
-from ngsgd.curvature.layers import upcast
+from ngsgd.config.traits import Traits
 from ngsgd.errors import ConfigError
 from ngsgd.imports import find, first_line
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.base import DirectMethod
 from ngsgd.preconditioners.estimates import CurvatureAverage
 from ngsgd.preconditioners.states import Layout
 
@@ -26,7 +25,7 @@ _OF_GROUP = "group "
 _NUMBERS = {"int": int, "float": float, "bool": bool}
 
 
-class TorchMethod(Preconditioner):
+class TorchMethod(DirectMethod):
     """Base of methods whose directions are steps of torch optimizers for copies of the parameters.
 
     Their state, with numbers of param groups that change, is saved and loaded as a state of a
@@ -50,13 +49,7 @@ class TorchMethod(Preconditioner):
 
     def start(self, name: str) -> Tensor:
         """Return the value of a copy before a step."""
-        return self.viewed(self.blocks.oriented(name, upcast(self.parameters[name].detach())))
-
-    def update_curvature(self, seen: Any) -> None:
-        """Do nothing; `apply` updates the state."""
-
-    def refresh(self) -> None:
-        """Do nothing; the state is applied directly."""
+        return self.viewed(self.value_of(name))
 
     def forget(self, name: str) -> None:
         super().forget(name)
@@ -88,9 +81,8 @@ class TorchMethod(Preconditioner):
         """Return the names of finite gradients; count the minibatch as skipped if others exist."""
         if not grads:
             return []
-        flags = [g.isfinite().all() for g in grads.values()]
         # One wait for all of them.
-        is_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        is_finite = torch.stack([g.isfinite().all().to(self.generator.device) for g in grads.values()]).tolist()
         if not all(is_finite):
             self.note_skipped()
         return [name for name, one in zip(grads, is_finite, strict=True) if one]
@@ -98,8 +90,7 @@ class TorchMethod(Preconditioner):
     def _begin(self) -> None:
         """Make the optimizers, with the state in the statistics."""
         names = [name for name, p in self.parameters.items() if p.requires_grad and name not in self.skipped]
-        self._copies = {name: nn.Parameter(self.viewed(upcast(self.blocks.oriented(name, self.parameters[name].detach()))).clone())
-                        for name in names}
+        self._copies = {name: nn.Parameter(self.viewed(self.value_of(name)).clone()) for name in names}
         self._optimizers = []
         for optimizer in self.optimizers(list(self._copies.values()), self.lr or 1.0):
             self._restore(optimizer)
@@ -147,7 +138,7 @@ class TorchMethod(Preconditioner):
             optimizer.load_state_dict(saved)
 
 
-class Adam(TorchMethod):
+class Adam(TorchMethod, kind="adam"):
     """torch.optim.Adam (Kingma and Ba 2015) as a preconditioner.
 
     Args:
@@ -162,14 +153,9 @@ class Adam(TorchMethod):
     ema_decay: float = 0.999
     momentum: float = 0.9
     weight_decay: float = 0.0
-    traits = TRAITS["adam"]
-
+    unused = (("layer_options", "all layers have one optimizer"),)
     # of the parameters that Muon does not take
     vector_optimizer: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *(["layer_options is set; these methods have no settings of single layers."]
-                                       if self.layer_options else [])]
 
     def optimizers(self, copies: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
         return [self.vector_optimizer(copies, lr=lr, betas=(self.momentum, self.ema_decay), eps=self.damping,
@@ -184,7 +170,7 @@ class Adam(TorchMethod):
         return super().start(name) if self.weight_decay else torch.zeros_like(self._copies[name])
 
 
-class AdamW(Adam):
+class AdamW(Adam, kind="adamw"):
     """torch.optim.AdamW (Loshchilov and Hutter 2019) as a preconditioner.
 
     Args:
@@ -193,11 +179,10 @@ class AdamW(Adam):
     """
 
     weight_decay: float = 0.01
-    traits = TRAITS["adamw"]
     vector_optimizer: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
-class Muon(AdamW):
+class Muon(AdamW, kind="muon"):
     """torch.optim.Muon (Jordan et al. 2024) for matrices O x rest; AdamW for vectors.
 
     Args:
@@ -209,7 +194,6 @@ class Muon(AdamW):
     momentum: float = 0.95
     weight_decay: float = 0.0
     orthogonal_steps: int = 5
-    traits = TRAITS["muon"]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         shape = self.blocks.shape(name)

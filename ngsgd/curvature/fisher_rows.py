@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import torch
@@ -51,11 +51,11 @@ class Rows:
     e_VNTO: Tensor
     num_rows: int       # R
 
-    def shared(self, sharing: str) -> tuple[Tensor, Tensor]:
-        """Return (N x T x I, V x N x T x O), with positions as rows ("expand") or as one row."""
+    def shared(self, sharing: str) -> Rows:
+        """Return the rows with positions as rows ("expand") or as one row."""
         if sharing == "expand" or self.a_NTI.shape[1] == 1:
-            return self.a_NTI, self.e_VNTO
-        return self.a_NTI.mean(dim=1, keepdim=True), self.e_VNTO.sum(dim=2, keepdim=True)
+            return self
+        return replace(self, a_NTI=self.a_NTI.mean(dim=1, keepdim=True), e_VNTO=self.e_VNTO.sum(dim=2, keepdim=True))
 
     def individual(self) -> Tensor:
         """Return the gradient of every sample and vector, V N x O x I."""
