@@ -98,7 +98,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _decode_data(options: argparse.Namespace) -> int:
-    from ngsgd.asr.decode.rules import Rules
+    from ngsgd.asr.decode.scoring import Rules
     from ngsgd.pipeline.decoding import decode_data as service
     from ngsgd.runs.recognizer import open_bundle
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.asr.bundle import Bundle
-from ngsgd.asr.decode.rules import Rules
-from ngsgd.asr.decode.scoring import NOTHING
+from ngsgd.asr.decode.scoring import NOTHING, Rules
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.launcher.cli import main

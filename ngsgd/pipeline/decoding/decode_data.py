@@ -18,8 +18,7 @@ from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import evaluation, scoring, tuning, words
 from ngsgd.asr.decode.decoding import LATTICE_BEAM
-from ngsgd.asr.decode.rules import Rules
-from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
+from ngsgd.asr.decode.scoring import Interval, Rules, UtteranceErrors
 from ngsgd.asr.decode.tuning import Calibration, DecodingWeights, ReliabilityBin
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
 from ngsgd.asr.lang import arpa, ngram, vocabulary
@@ -187,22 +186,19 @@ def write(folder: Path, result: DataResult) -> None:
 
 def tables(result: DataResult) -> dict[str, dict[str, WordErrors]]:
     """Return the errors by speaker, by each of the attributes, and by length of the utterances."""
-    attributes = {name: dict(sorted(scoring.by_group(result.rows, _in_tens(values)).items(), key=_by_number))
-                  for name, values in result.attributes.items()}
+    attributes = {name: _by_value(result.rows, values) for name, values in result.attributes.items()}
     return {"speaker": scoring.by_group(result.rows, result.speakers), **attributes, "length": by_length(result.rows)}
 
 
-def _in_tens(values: Sequence[str]) -> Sequence[str]:
-    """Many different whole numbers, such as ages, become groups of ten."""
-    if len(set(values)) <= _MOST_VALUES or not all(value.isascii() and value.isdigit() for value in values):
-        return values
-    return [f"{int(value) // 10 * 10}-{int(value) // 10 * 10 + 9}" for value in values]
-
-
-def _by_number(group: tuple[str, WordErrors]) -> tuple[int, str]:
-    """Names that begin with numbers in their order, after all others."""
-    number = re.match(r"\d+", group[0], re.ASCII)
-    return int(number[0]) if number else -1, group[0]
+def _by_value(rows: Sequence[UtteranceErrors], values: Sequence[str]) -> dict[str, WordErrors]:
+    """Errors by an attribute; many different whole numbers, such as ages, are in groups of ten."""
+    if len(set(values)) > _MOST_VALUES and all(value.isascii() and value.isdigit() for value in values):
+        tens = [int(value) // 10 * 10 for value in values]
+        values = [f"{ten}-{ten + 9}" for ten in tens]
+    found = scoring.by_group(rows, values)
+    numbers = {name: re.match(r"\d+", name, re.ASCII) for name in found}
+    # names that begin with numbers come last, in the order of their numbers
+    return dict(sorted(found.items(), key=lambda one: (int(number[0]) if (number := numbers[one[0]]) else -1, one[0])))
 
 
 def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:

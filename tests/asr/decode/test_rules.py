@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.asr.decode import scoring
-from ngsgd.asr.decode.rules import Rules
+from ngsgd.asr.decode.scoring import Rules
 from ngsgd.errors import DataError
 
 
