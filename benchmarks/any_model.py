@@ -193,7 +193,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _rate(step / num_steps)) for one in optimizers]
     start_s = time.process_time()
     for step in range(num_steps):
-        rows = _minibatch(len(task.train[0]), task.batch_size, step, setting.seed)
+        rows = minibatch_rows(len(task.train[0]), task.batch_size, step, setting.seed)
         for optimizer in optimizers:
             optimizer.zero_grad()
         cross_entropy(model(task.train[0][rows]), task.train[1][rows]).backward()
@@ -214,7 +214,7 @@ def _rate(done: float) -> float:
     return max(done, 1e-3) / WARM_UP if done < WARM_UP else 0.5 * (1.0 + math.cos(math.pi * (done - WARM_UP) / (1.0 - WARM_UP)))
 
 
-def _minibatch(num: int, size: int, step: int, seed: int) -> Tensor:
+def minibatch_rows(num: int, size: int, step: int, seed: int) -> Tensor:
     """Indices of one minibatch: all samples in a new order in each epoch."""
     per_epoch = num // size
     epoch, index = divmod(step, per_epoch)

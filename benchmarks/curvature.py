@@ -162,7 +162,8 @@ def measure_times(figures: Figures, net: str, quantity: str, rounds: int) -> Non
         runs["theirs"] = partial(PeerWork(NETS[net], batch).theirs, quantity)
     ratios: dict[str, list[float]] = {side: [] for side in runs}
     plain_s = []
-    for run in (work.plain, *runs.values()):
+    # the first passes load code and settle the memory
+    for run in 5 * [work.plain, *runs.values()]:
         run()
     for _ in range(rounds):
         for side, run in runs.items():

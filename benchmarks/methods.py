@@ -1,19 +1,23 @@
-"""Learning of every preconditioner on the same frames and the same images: best of a small grid,
-three seeds.
+"""Learning of every preconditioner on four tasks: best of a small grid, three seeds.
 
-    python benchmarks/methods.py sweep RESULTS.jsonl --task digits
-    python benchmarks/methods.py sweep RESULTS.jsonl --task fsdd --egs FOLDER    # data/egs-.. of `ngsgd train recipe=fsdd`
-    python benchmarks/methods.py table RESULTS.jsonl
+    python -m benchmarks.methods sweep RESULTS.jsonl --task digits
+    python -m benchmarks.methods sweep RESULTS.jsonl --task fsdd --egs FOLDER    # data/egs-.. of `ngsgd train recipe=fsdd`
+    python -m benchmarks.methods sweep RESULTS.jsonl --task characters
+    python -m benchmarks.methods table RESULTS.jsonl
 
 `sweep` runs everything that is not in RESULTS.jsonl. First come, on seed 0, the grid of learning
 rates (and of dampings, on digits), one more rate if the best is at an end, then the other seeds at
 the best setting. A method has the settings of `ngsgd train optimizer=NAME`, except for the factor
 of the damping.
 
-digits: the 1797 images of 8 x 8 of scikit-learn, 1437 of them for training. Two convolutions and an
-affine layer. fsdd: the first frame of every example of the recipe, one twentieth of its training
-data; the network of the recipe, four layers of 256.  Minibatches of 64 images and 128 frames, mean
-loss, momentum 0.9, linear decay of the rate to 0.
+    digits       1797 images of 8 x 8 of scikit-learn, 1437 for training; two convolutions
+    fsdd         the first frame of every example of the recipe, one twentieth of its training
+                 data; the network of the recipe, four layers of 256
+    characters   a transformer of two blocks of width 64, 150 steps
+    cnn          three convolutions with batch norm, 220 steps
+
+The last two have the data and held-out parts of `any_model.py`.  Minibatches have 64 images, 128
+frames or 8 windows of 64 characters.  Mean loss, momentum 0.9, linear decay of the rate to 0.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks import any_model
+from benchmarks.nets import Gpt, SelfAttention
 from ngsgd import NGSGD
 from ngsgd.config import OptimizerConfig
 from ngsgd.data.reader import EgsReader
@@ -50,7 +56,7 @@ SGD_RATES = (0.03, 0.1, 0.3, 1.0)         # and for NG-SGD
 ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 MUON_RATES = (0.003, 0.01, 0.03, 0.1)
 # factors of the damping in the method's settings
-DAMPING_FACTORS = {"digits": (0.1, 1.0, 10.0), "fsdd": (1.0,)}
+DAMPING_FACTORS = {"digits": (0.1, 1.0, 10.0)}
 # without scaling to the norm of the gradient
 OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "muon")
 # online is ngsgd through the preconditioner interface
@@ -135,6 +141,31 @@ def fsdd(egs: Path) -> Task:
     return Task(build, minibatches, sum(-(-reader.num_frames(shard) // 128) for shard in shards), (valid.x_ND, valid.pdf_N))
 
 
+def characters() -> Task:
+    """Windows of Python source; each position predicts the next character."""
+    (x, y), (valid_x, valid_y) = any_model.characters()
+
+    def symbols(codes: Tensor) -> Tensor:
+        # the line feed is 0, printable characters follow: the network has 100
+        return codes.clamp(min=31) - 31
+
+    x, y, valid_x, valid_y = map(symbols, (x, y, valid_x, valid_y))
+    return Task(partial(Gpt, SelfAttention), partial(shuffled, x, y, 8, 150), 150, (valid_x, valid_y.flatten()))
+
+
+def cnn() -> Task:
+    """The digits, in an order in which held-out images are by other writers."""
+    (x, y), valid = any_model.digits()
+    return Task(any_model.cnn, partial(shuffled, x, y, 64, 220), 220, valid)
+
+
+def shuffled(x: Tensor, y: Tensor, size: int, num_steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Minibatches in a new order in each epoch."""
+    for step in range(num_steps):
+        rows = any_model.minibatch_rows(len(x), size, step, seed)
+        yield x[rows], y[rows].flatten()
+
+
 def config_of(method: str, damping_factor: float) -> OptimizerConfig:
     """The method's settings over the defaults."""
     settings = OptimizerConfig(method)  # type: ignore[arg-type]
@@ -143,8 +174,9 @@ def config_of(method: str, damping_factor: float) -> OptimizerConfig:
 
 def optimizers_of(method: str, model: nn.Module, lr: float, minibatch: int) -> list[torch.optim.Optimizer]:
     """The optimizer."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
+    others = [p for p in model.parameters() if p.ndim != 2 or id(p) in embeddings]
     if method == "ngsgd":   # its rates are per row, on the sum over the minibatch
         return [NGSGD(model, lr / minibatch, momentum=MOMENTUM)]
     if method == "adam":
@@ -153,7 +185,8 @@ def optimizers_of(method: str, model: nn.Module, lr: float, minibatch: int) -> l
         return [torch.optim.AdamW(model.parameters(), lr)]
     if method == "muon":
         return [torch.optim.Muon(matrices, lr), torch.optim.AdamW(others, 1e-3)]
-    return [torch.optim.SGD(model.parameters(), lr, momentum=MOMENTUM)]
+    # SOAP has its own momentum
+    return [torch.optim.SGD(model.parameters(), lr, momentum=0.0 if method == "soap" else MOMENTUM)]
 
 
 def run(task: Task, setting: Setting) -> Result:
@@ -166,7 +199,7 @@ def run(task: Task, setting: Setting) -> Result:
         reason = too_large(setting.method, model)
         if reason:
             return Result(failure=reason)
-        optimizers = optimizers_of(setting.method, model, setting.lr, len(next(task.minibatches(0))[0]))
+        optimizers = optimizers_of(setting.method, model, setting.lr, len(next(task.minibatches(0))[1]))
         began = time.process_time()
         for step, (x, y) in enumerate(task.minibatches(setting.seed)):
             for optimizer in optimizers:
@@ -218,7 +251,7 @@ def sweep(path: Path, name: str, task: Task, methods: Sequence[str], limit_s: fl
         return known.get(setting)
 
     for method in methods:
-        rates = rates_of(method)
+        rates = rates_of(name, method)
         best: Setting | None = None
         while rates:
             grid = [Setting(name, method, lr, factor, 0) for factor in factors_of(name, method) for lr in rates]
@@ -244,12 +277,14 @@ def wider(rates: tuple[float, ...], best: float) -> tuple[float, ...]:
 
 
 def factors_of(task: str, method: str) -> tuple[float, ...]:
-    return DAMPING_FACTORS[task] if method in PRECONDITIONERS else (1.0,)
+    return DAMPING_FACTORS.get(task, (1.0,)) if method in PRECONDITIONERS else (1.0,)
 
 
-def rates_of(method: str) -> tuple[float, ...]:
-    own = {"sgd": SGD_RATES, "ngsgd": SGD_RATES, "adam": ADAM_RATES, "adamw": ADAM_RATES, "muon": MUON_RATES}
-    return own.get(method, LEARNING_RATES)
+def rates_of(task: str, method: str) -> tuple[float, ...]:
+    own = {"sgd": SGD_RATES, "ngsgd": SGD_RATES, "muon": MUON_RATES, **dict.fromkeys(("adam", "adamw", "soap"), ADAM_RATES)}
+    rates = own.get(method, LEARNING_RATES)
+    # the lowest was best for few methods on the first two tasks
+    return rates if task in ("digits", "fsdd") else rates[1:]
 
 
 def best_of(results: Mapping[Setting, Result | None]) -> Setting | None:
@@ -301,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("sweep", "table"))
     parser.add_argument("results", type=Path)
-    parser.add_argument("--task", choices=("digits", "fsdd"), default="digits")
+    parser.add_argument("--task", choices=("digits", "fsdd", "characters", "cnn"), default="digits")
     parser.add_argument("--egs", type=Path, help="fsdd: the folder of examples")
     parser.add_argument("--methods", nargs="+", default=[*OPTIMIZERS, *PRECONDITIONERS])
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no run after so many seconds")
@@ -312,7 +347,8 @@ def main() -> None:
     else:
         if args.task == "fsdd" and args.egs is None:
             parser.error("--task fsdd needs --egs")
-        sweep(args.results, args.task, digits() if args.task == "digits" else fsdd(args.egs), args.methods, args.limit_s)
+        task = fsdd(args.egs) if args.task == "fsdd" else {"digits": digits, "characters": characters, "cnn": cnn}[args.task]()
+        sweep(args.results, args.task, task, args.methods, args.limit_s)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ it is installed.
     python benchmarks/preconditioners.py time [--nets mlp] [--batches 128 512] [--methods kfac shampoo]
     python benchmarks/preconditioners.py memory [--nets mlp]
     python benchmarks/preconditioners.py table      # preconditioners.csv, for docs/preconditioners.md (10 min)
+    python benchmarks/preconditioners.py pairs --out FILE.csv --before CHECKOUT [--nets smallmlp 3c3d] [--batches 128]
 
 A complete step (forward, backward, preconditioner, SGD) in processor time of one thread, relative
 to an SGD step timed right before it.  There are steps with a curvature update, one in T, and steps
 without.  Both are timed; figures for T are (update + (T - 1) plain) / T of their medians.  Memory
 is the growth of a process over three steps, the first two of which are curvature updates (all three
 of methods that do nothing else in ASDL).
+
+`pairs` compares this checkout, another one and ASDL, each in its own process; they alternate step
+by step. Figures are the median processor time of a step in ms, and the ratio of ours to it.
 
 Marked *: ASDL's code does not compute what its paper describes (a plain gradient, a Q that does not
 fit, products of sums), so its time is that of other arithmetic.
@@ -22,6 +26,7 @@ import contextlib
 import csv
 import io
 import math
+import os
 import resource
 import statistics
 import subprocess
@@ -236,6 +241,81 @@ def memory(nets: list[str], batches: list[int], methods: list[str], *, peer: boo
                 print(f"  {name:10s} " + "   ".join(cells), flush=True)
 
 
+class Server:
+    """A process that runs steps of one side on request and reports their processor time."""
+
+    def __init__(self, side: str, net: str, batch: int, name: str, checkout: Path) -> None:
+        command = [sys.executable, __file__, "serve", "--side", side, "--nets", net, "--batches", str(batch), "--methods", name]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.figures: dict[bool, list[float]] = {True: [], False: []}
+
+    def step(self, look: bool) -> float:
+        """Return the seconds of one step."""
+        assert self._process.stdin and self._process.stdout
+        print(int(look), file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline().split()[-1])
+
+    def measure(self, look: bool) -> None:
+        self.figures[look].append(self.step(look))
+
+    def mean_ms(self, interval: int) -> float:
+        """Return the time of a step if one of so many updates the curvature."""
+        look, use = (1e3 * statistics.median(self.figures[key]) for key in (True, False))
+        return (look + (interval - 1) * use) / interval
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(net: Net, batch: int, side: str, name: str) -> None:
+    """Run the steps that `Server` requests."""
+    torch.set_num_threads(1)
+    work = make(side, net, batch, name)
+    for line in sys.stdin:
+        with contextlib.redirect_stdout(io.StringIO()):
+            seconds = processor_s(partial(work.step, line.strip() == "1"))
+        print(seconds, flush=True)
+
+
+def pairs(out: Path, before: Path | None, nets: list[str], batches: list[int], methods: list[str], rounds: int, *,
+          peer: bool) -> None:
+    """Measure ours in alternation with an earlier checkout and with ASDL, and append to a file."""
+    here = Path(__file__).parents[1]
+    with out.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if not file.tell():
+            writer.writerow(("net", "minibatch", "method", "interval", "other", "ms", "ms of other", "ratio"))
+        for net in nets:
+            for batch in batches:
+                for name in methods:
+                    servers = {"ours": Server("ours", net, batch, name, here)}
+                    if before is not None:
+                        servers["before"] = Server("ours", net, batch, name, before)
+                    if peer and name in PEERS:
+                        servers["asdl"] = Server("theirs", net, batch, name, here)
+                    _alternate(list(servers.values()), rounds)
+                    ours = servers.pop("ours")
+                    for other, server in servers.items():
+                        for T in INTERVALS:
+                            mine, their = ours.mean_ms(T), server.mean_ms(T)
+                            writer.writerow((net, batch, name, T, other, f"{mine:.2f}", f"{their:.2f}", f"{mine / their:.3f}"))
+                        file.flush()
+                        server.end()
+                    ours.end()
+
+
+def _alternate(servers: list[Server], rounds: int) -> None:
+    for look in (True, True, False):
+        for server in servers:
+            server.step(look)
+    for _ in range(rounds):
+        for look in (True, False, False, False):
+            for server in servers:
+                server.measure(look)
+
+
 def write_table(rounds: int, budget_s: float) -> None:
     """Measure every method on one net: the cost of a step for each interval, and the memory."""
     torch.set_num_threads(1)
@@ -288,13 +368,15 @@ def peak(net: Net, batch: int, side: str, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "memory", "table", "peak"))
+    parser.add_argument("what", choices=("time", "memory", "table", "pairs", "peak", "serve"))
     parser.add_argument("--nets", nargs="+", default=["mlp"], choices=list(NETS))
     parser.add_argument("--batches", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--methods", nargs="+", default=list(METHODS_TIMED))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=30.0, help="time limit per method, in seconds")
     parser.add_argument("--no-peer", action="store_true", help="measure ngsgd alone")
+    parser.add_argument("--out", type=Path, help="pairs: the file")
+    parser.add_argument("--before", type=Path, help="pairs: another checkout")
     parser.add_argument("--side", default="ours", choices=("plain", "ours", "theirs"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -305,6 +387,10 @@ def main() -> None:
         peer = False
     if args.what == "time":
         times(args.nets, args.batches, args.methods, args.rounds, args.budget_s, peer=peer)
+    elif args.what == "pairs":
+        pairs(args.out, args.before, args.nets, args.batches, args.methods, args.rounds, peer=peer)
+    elif args.what == "serve":
+        serve(NETS[args.nets[0]], args.batches[0], args.side, args.methods[0])
     elif args.what == "table":
         write_table(args.rounds, args.budget_s)
     elif args.what == "memory":
