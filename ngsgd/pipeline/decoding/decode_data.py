@@ -24,7 +24,7 @@ from ngsgd.asr.lang import arpa, ngram, vocabulary
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
-from ngsgd.counting import counted
+from ngsgd.asr.transcript import ctm_line
 from ngsgd.errors import ConfigError, DataError, warn
 from ngsgd.files import new_directory, write_text
 from ngsgd.interface import option
@@ -156,9 +156,8 @@ def write(folder: Path, result: DataResult) -> None:
         scoring.write_operations(new / "ops.txt", result.rows)
         scoring.write_recogs(new / "recogs.txt", result.rows)
         if result.hypotheses:
-            # utterance 1 start duration word confidence, times in seconds
             write_text(new / "words.ctm", "".join(
-                f"{row.utt_id} 1 {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
+                ctm_line(row.utt_id, 1, word)
                 for row, one in zip(result.rows, result.hypotheses, strict=True) for word in one.words))
         write_text(new / "wer.json", json.dumps(as_json(result), indent=1))
 
@@ -187,11 +186,9 @@ def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet,
         config = replace(config, acoustic_scales=(request.acoustic_scale,))
     if request.word_penalty is not None:
         config = replace(config, word_penalties=(request.word_penalty,))
-    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    every = Progress(progress, f"choosing scale and penalty of {counted(num_settings, 'setting')}",
-                     num_settings * len(tuning_set.texts))
-    return tuning.choose(evaluation.sweep(bundle.unpenalized_graph, config, tuning_set.texts,
-                                          tuning_set.utt_ids, tuning_set.logliks, bundle.language.num_pdfs, every.each))
+    return tuning.choose(evaluation.sweep(bundle.unpenalized_graph, config, tuning_set.texts, tuning_set.utt_ids,
+                                          tuning_set.logliks, bundle.language.num_pdfs, progress,
+                                          "choosing scale and penalty of {}"))
 
 
 @dataclass(frozen=True)
