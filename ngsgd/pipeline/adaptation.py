@@ -27,7 +27,9 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.counting import counted
 from ngsgd.data import arrays, mapped
+from ngsgd.data.archives import prepared
 from ngsgd.data.frames import Side
+from ngsgd.data.storage import FormatError
 from ngsgd.files import cache_name
 from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.services import Report
@@ -236,25 +238,15 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
     """Add an i-vector to every frame of the corpus; its digest identifies the extractor."""
     folder = cache_root / cache_name("ivectors", version=IVECTORS_VERSION, corpus=corpus.digest,
                                      extractor=files.sha256(extractor), settings=asdict(config.ivectors))
-    is_sound = False
-    if folder.is_dir():
-        try:
-            _check(folder, corpus, config)
-            is_sound = True
-        except (OSError, ValueError, KeyError) as error:
-            report(f"{folder} is damaged ({error}); preparing it again.")
-    if not is_sound:
-        # shared_directory keeps a directory that has an index
-        (folder / _INDEX).unlink(missing_ok=True)
-        report(Phase("extracting i-vectors"))
+
+    def write(new: Path) -> None:
         model = extractor_file.read(extractor, config.ivectors)
-        with files.shared_directory(folder, _INDEX) as new:
-            for name, speech in corpus.sets.items():
-                mapped.write_rows(new / f"{name}.npy", _shape(speech, config),
-                                  extract(speech, model, most_utterances=_UTTERANCES[name]))
-            digests = {name: files.sha256(new / f"{name}.npy") for name in corpus.sets}
-            index = files.sealed("i-vectors", {"sha256": digests})
-            (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        for name, speech in corpus.sets.items():
+            mapped.write_rows(new / f"{name}.npy", _shape(speech, config),
+                              extract(speech, model, most_utterances=_UTTERANCES[name]))
+        index = files.sealed("i-vectors", {"sha256": {name: files.sha256(new / f"{name}.npy") for name in corpus.sets}})
+        (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    prepared(folder / _INDEX, "i-vectors", lambda _: _check(folder, corpus, config), write, report)
     sets: dict[str, Any] = {}
     for name, speech in corpus.sets.items():
         lengths = np.diff(speech.frames.offsets)
@@ -268,15 +260,17 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
 
 
 def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
-    """Raise for files that do not match their digests or the corpus."""
-    digests = files.unsealed("i-vectors", files.read_json(folder / _INDEX))["sha256"]
-    for name in corpus.sets:
-        if files.sha256(folder / f"{name}.npy") != digests[name]:
-            raise ValueError(f"{name}.npy does not match its checksum")
-    for name, speech in corpus.sets.items():
-        rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
-        if rows_RS.shape != _shape(speech, config):
-            raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
+    """Raise FormatError for files that do not match their digests or the corpus."""
+    try:
+        digests = files.unsealed("i-vectors", files.read_json(folder / _INDEX))["sha256"]
+        for name, speech in corpus.sets.items():
+            if files.sha256(folder / f"{name}.npy") != digests[name]:
+                raise ValueError(f"{name}.npy does not match its checksum")
+            rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
+            if rows_RS.shape != _shape(speech, config):
+                raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(str(error)) from error
 
 
 def _shape(speech: SpeechSet, config: RunConfig) -> tuple[int, int]:
