@@ -25,7 +25,6 @@ from ngsgd.asr.lang.context_tree import EDGE, STATE, ContextTree, Leaf, Node, Sp
 from ngsgd.asr.lang.topology import STATES_PER_PHONE
 from ngsgd.counting import counted
 from ngsgd.errors import DataError
-from ngsgd.files import cache_name
 from ngsgd.phase import Phase, Progress
 
 Matrix = npt.NDArray[np.float64]
@@ -243,7 +242,7 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
 
 def _tree(corpus: Corpus, num_leaves: int, width: int, cache_root: Path, report: Callable[[str], None]) -> ContextTree:
     train, topology = corpus.train, corpus.language.topology
-    name = cache_name("tree", version=_VERSION, corpus=corpus.digest, num_leaves=num_leaves, width=width)
+    name = files.cache_name("tree", version=_VERSION, corpus=corpus.digest, num_leaves=num_leaves, width=width)
     path = cache_root / f"{name}.txt"
     if path.exists():
         return ContextTree.from_text(files.read_regular_text(path))

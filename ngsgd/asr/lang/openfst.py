@@ -1,4 +1,4 @@
-"""The transducer library, and a parser of binary OpenFst files: vector and const, with standard arcs.
+"""The transducer library; a parser of binary OpenFst files: vector and const, with standard arcs.
 
 A damaged file raises DataError; a C++ reader may end the process. Letters: S states, A arcs.
 """

@@ -17,7 +17,6 @@ from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import evaluation, scoring, tuning, words
 from ngsgd.asr.decode.decoding import LATTICE_BEAM
-from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
 from ngsgd.asr.decode.tuning import Calibration, DecodingWeights, ReliabilityBin
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
 from ngsgd.asr.lang import arpa, ngram, vocabulary
@@ -76,10 +75,10 @@ class DataResult:
     weights: DecodingWeights
     tuned: WordErrors | None
     total: WordErrors
-    interval: Interval
+    interval: scoring.Interval
     first_pass: WordErrors | None
     unknown: UnknownWords
-    rows: tuple[UtteranceErrors, ...]
+    rows: tuple[scoring.UtteranceErrors, ...]
     speakers: Sequence[str]
     hypotheses: tuple[Hypothesis, ...]
     calibration: Calibration
@@ -167,7 +166,7 @@ def by_speaker(result: DataResult) -> dict[str, WordErrors]:
     return scoring.by_speaker(result.rows, result.speakers)
 
 
-def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:
+def by_length(rows: Sequence[scoring.UtteranceErrors]) -> dict[str, WordErrors]:
     """Return the errors of utterances of 0, 1, 2 to 3, 4 to 7, ... words."""
     names = ["0", *(str(low) if high == low + 1 else f"{low}-{high - 1}"
                     for low, high in itertools.pairwise(_LENGTHS)), f"{_LENGTHS[-1]}-"]

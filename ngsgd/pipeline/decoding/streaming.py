@@ -13,7 +13,6 @@ import torch
 
 from ngsgd import interface
 from ngsgd.asr.decode import decoding, evaluation, scoring
-from ngsgd.asr.decode.decoding import Search, StreamingDecoder
 from ngsgd.asr.features.cmvn import GLOBAL, CmnState, OnlineMean
 from ngsgd.asr.ivectors.model import IvectorStream, SpeakerState, read
 from ngsgd.asr.ivectors.training import SpeakerMemory
@@ -67,7 +66,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
     corpus = refined_corpus(run, model, prior_P)
     torch.set_num_threads(1)
     graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode), setting["word_penalty"])
-    search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
+    search = decoding.Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
     whole = [decoding.best_path(graph, loglik_TP, search).words
              for loglik_TP in log_likelihoods(corpus.test.frames, config.egs, model, prior_P)]
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
@@ -78,7 +77,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
 
     words, seconds = [], []
     for front in _fronts(config, folder, corpus.test):
-        decoder = StreamingDecoder(graph, score, search, left_context=config.egs.left_context,
+        decoder = decoding.StreamingDecoder(graph, score, search, left_context=config.egs.left_context,
                                    right_context=config.egs.right_context, chunk_frames=chunk_frames, side=front.ivectors)
         found, times = _streamed(decoder, front)
         words.append(found)
@@ -136,7 +135,7 @@ def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator
             known.after(speaker, stream.finish())
 
 
-def _streamed(decoder: StreamingDecoder, front: _Front) -> tuple[tuple[str, ...], list[float]]:
+def _streamed(decoder: decoding.StreamingDecoder, front: _Front) -> tuple[tuple[str, ...], list[float]]:
     """Return (words, seconds of each call) for frame-by-frame input."""
     seconds: list[float] = []
     for t in range(len(front.raw_TD)):
