@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ngsgd.config import RunConfig
-from ngsgd.config.build import flatten
-from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError, MissingExtraError
 from ngsgd.imports import first_line
-from ngsgd.launcher.mlflow.metrics import Figures, of_machines, records_of, storable
+from ngsgd.launcher.mlflow.metrics import Figures, of_machines, records_of, settings_of, storable
 from ngsgd.masking import masked
 from ngsgd.runs.run_folder import RunFolder, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, Tracker
@@ -57,7 +55,7 @@ class TensorBoardTracker(CallbackTracker):
 
         super().__init__(config, folder, self._write)
         self._writer = SummaryWriter(str(folder / "tensorboard"))
-        settings = "\n".join(f"    {name}: {value}" for name, value in _settings(config).items())
+        settings = "\n".join(f"    {name}: {value}" for name, value in settings_of(config).items())
         self._writer.add_text("settings", settings)
 
     def _write(self, figures: Mapping[str, float], step: int) -> None:
@@ -83,7 +81,7 @@ class WandbTracker(CallbackTracker):
         try:
             self._run = wandb.init(
                 project=given or around or what_is_trained(config), name=folder.path.name, id=folder.run_id, resume="allow",
-                dir=str(folder.path), config=_settings(config), settings=wandb.Settings(console="off", silent=True))
+                dir=str(folder.path), config=settings_of(config), settings=wandb.Settings(console="off", silent=True))
         except Exception as error:
             raise ConfigError(f"W&B cannot start ({masked(first_line(error))}); log in with wandb login, or set WANDB_MODE=offline "
                               "or another tracking.kind.") from error
@@ -145,7 +143,3 @@ def of_user(given: Sequence[Any], config: RunConfig, folder: Path, warn: Callabl
     """Trackers and functions that the user passed, which cannot end the training."""
     found = [one if all(hasattr(one, name) for name in _METHODS) else CallbackTracker(config, folder, one) for one in given]
     return [cast(Tracker, _Guarded(one, warn)) for one in found]
-
-
-def _settings(config: RunConfig) -> dict[str, str]:
-    return {name: masked(str(value)) for name, value in flatten(config).items() if not config.task._target_ or not of_speech(name)}

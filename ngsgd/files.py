@@ -178,15 +178,22 @@ def _temporary(final: Path, make: Callable[[Path], object]) -> tuple[Path, int]:
         # until it is locked, `remove_abandoned` of another process may take or remove it
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-            is_taken = False
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                # a file system without locks loses only the automatic removal
-                is_taken = isinstance(error, BlockingIOError)
-            if not is_taken and temporary.exists():
+            # a file system without locks loses only the automatic removal
+            if take_lock(descriptor) and temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
+
+
+def take_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed, unless another process has locked it: then False.
+
+    On a file system without locks it is True, and each process works as if it was alone.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def remove_abandoned(directory: Path) -> None:

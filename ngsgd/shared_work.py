@@ -9,14 +9,17 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ngsgd.files import make_directories
+from ngsgd.files import make_directories, take_lock
 
 # suffix of locked files
 LOCK = ".lock"
+# between two tries to lock a file
+_POLL_S = 0.05
 
 
 @contextmanager
@@ -24,12 +27,22 @@ def lock(path: Path) -> Iterator[bool]:
     """Lock a file while the context lasts; the value is False if another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        is_mine = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            is_mine = not isinstance(error, BlockingIOError)
-        yield is_mine
+        yield take_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def turn(path: Path, patience_s: float, flags: int = os.O_RDONLY) -> Iterator[None]:
+    """Lock a file or folder, which is opened with these flags. Another process that has locked it
+    is waited for, at most `patience_s` seconds.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + patience_s
+    try:
+        while not take_lock(descriptor) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        yield
     finally:
         os.close(descriptor)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd import config as options
-from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.object_storage.urls import check_url, is_url, local_root
 from ngsgd.runs.run_folder import folder_of_model
@@ -30,7 +29,7 @@ class Given:
     groups: frozenset[str] = frozenset()
 
 
-def build_checked(values: Mapping[str, Any], given: Given) -> tuple[RunConfig, list[str]]:
+def build_checked(values: Mapping[str, Any], given: Given) -> tuple[options.RunConfig, list[str]]:
     """Build a configuration with defaults instead of wrong values, and list all problems.
 
     The values hold every option. Options without effect are problems where they are `given`.
@@ -65,7 +64,7 @@ def is_refused(setting: options.Unused, given: Given) -> bool:
     return setting.is_set and not chosen
 
 
-def require_paths(config: RunConfig) -> None:
+def require_paths(config: options.RunConfig) -> None:
     """Check that paths to read exist (else DataError), and that folders can be written."""
     if is_url(config.output_dir):
         check_url(config.output_dir)

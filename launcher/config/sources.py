@@ -122,8 +122,6 @@ class Primary:
     is_open: bool = False
 
 
-
-
 def _groups_of(defaults: list[Any]) -> Iterator[str]:
     for entry in defaults:
         for key in entry if isinstance(entry, dict) else ():

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig
+from ngsgd.config.build import flatten
+from ngsgd.config.unused import of_speech
 from ngsgd.launcher.reports.efficiency import of_record, samples_per_second
+from ngsgd.masking import masked
 from ngsgd.training.records import FinalReport, JobRecord, OuterIterationRecord
 from ngsgd.training.storage.event_log import events_of
 
@@ -70,6 +73,11 @@ class Figures:
             found |= {"2_wer/test": report.test_errors.wer, "2_wer/valid": report.valid_errors.wer,
                       "result/objf_valid": report.valid.objf, "result/accuracy_valid": report.valid.accuracy}
         return found | {f"result/{name.replace('/', '_')}": value for name, value in report.metrics.items()}
+
+
+def settings_of(config: RunConfig) -> dict[str, str]:
+    """Settings of a run by path, without passwords; of a custom task, those that apply to it."""
+    return {name: masked(str(value)) for name, value in flatten(config).items() if not config.task._target_ or not of_speech(name)}
 
 
 def records_of(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig
-from ngsgd.config.build import flatten
-from ngsgd.config.unused import of_speech
 from ngsgd.counting import counted
 from ngsgd.files import read_json, unsealed, write_text
 from ngsgd.launcher.console import version
 from ngsgd.launcher.mlflow import store
-from ngsgd.launcher.mlflow.metrics import Figures, MachineLoad, of_machines, records_of, storable
+from ngsgd.launcher.mlflow.metrics import Figures, MachineLoad, of_machines, records_of, settings_of, storable
 from ngsgd.launcher.mlflow.store import Say
 from ngsgd.masking import masked
 from ngsgd.phase import Phase
@@ -290,8 +288,7 @@ class _MlflowRun:
         before = store.read_tracking(self.run_dir)
         num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
         tags = _versions() | ({"resumed_from": str(before["run_id"])} if before else {})
-        params = {name: masked(str(value)) or "''" for name, value in flatten(self._config).items()
-                  if self.figures.is_speech or not of_speech(name)}
+        params = {name: value or "''" for name, value in settings_of(self._config).items()}
         run_id = self._config.tracking.run_id
         if run_id and run_id != before.get("run_id"):
             run = self._client.get_run(run_id)

@@ -14,12 +14,13 @@ from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
 from ngsgd.config.build import flatten
 from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
-from ngsgd.files import log_lines, parse_json, read_json, read_log, sha256
+from ngsgd.files import read_json, read_log, sha256
 from ngsgd.launcher.reports.checks import PLACES
 from ngsgd.masking import masked
 from ngsgd.runs.config_file import read_config
 from ngsgd.runs.run_folder import RunFolder
-from ngsgd.word_errors import WordErrors
+from ngsgd.training.records import FinalReport, OuterIterationRecord
+from ngsgd.training.storage.event_log import events_of
 
 # settings of places and names, or that follow from others
 _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "tracking.run_id", "tracking.parent_run_id",
@@ -127,30 +128,24 @@ WER, LOSS = "test WER", "validation loss"
 
 def read(folder: RunFolder) -> ComparedRun:
     """Read a run; raise ConfigError if it has no outer iteration or damaged settings."""
-    points, end = dict[int, Point](), dict[str, Any]()
-    for line in log_lines(folder.events) if folder.events.is_file() else ():
-        try:
-            event = parse_json(line)
-            if event["event"] == "outer_iteration":
-                frames = int(event.get("frames_processed", event.get("examples_processed")))
-                points[int(event["outer_iter"])] = Point(
-                    float(event["epoch"]), frames, float(event["elapsed_s"]), _objf(event["train"]), _objf(event["valid"]),
-                    float(event["valid"].get("accuracy", math.nan)), int(event["num_jobs"]))
-            elif event["event"] == "finished":
-                errors = event.get("test_errors")
-                end = {"objf": _objf(event["valid"]), "wer": errors and WordErrors.of_json(errors).wer}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            # cut short by a crash, or damaged
-            continue
-    if not points:
-        raise ConfigError(f"{folder.path} has no outer iteration yet; remove it from the command, or wait for its first.")
-    bounds = interval_of(folder)
-    wer = (end["wer"], *bounds) if bounds and end.get("wer") is not None else None
-    in_order = tuple(points[number] for number in sorted(points))
     # without passwords, and with lists for tuples as in YAML
     settings = {path: masked(one) if isinstance(one, str) else list(one) if isinstance(one, tuple)
                 else one for path, one in flatten(read_config(folder.config)).items()}
-    return ComparedRun(folder, in_order, settings, wer, end.get("objf"))
+    points, end = dict[int, Point](), None
+    for event in events_of(folder.events):
+        if event["event"] == "outer_iteration":
+            one = OuterIterationRecord.from_json(event)
+            points[one.outer_iter] = Point(
+                one.epoch, one.frames_processed, one.elapsed_s, one.train.objf, one.valid.objf,
+                math.nan if settings["task._target_"] else one.valid.accuracy, one.num_jobs)
+        elif event["event"] == "finished":
+            end = FinalReport.from_json(event)
+    if not points:
+        raise ConfigError(f"{folder.path} has no outer iteration yet; remove it from the command, or wait for its first.")
+    bounds = interval_of(folder)
+    wer = (end.test_errors.wer, *bounds) if bounds and end and end.test_errors else None
+    in_order = tuple(points[number] for number in sorted(points))
+    return ComparedRun(folder, in_order, settings, wer, end.valid.objf if end else None)
 
 
 def interval_of(folder: RunFolder) -> tuple[float, float] | None:
@@ -160,10 +155,6 @@ def interval_of(folder: RunFolder) -> tuple[float, float] | None:
         return float(found["low"]), float(found["high"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _objf(scores: Mapping[str, Any]) -> float:
-    return float(scores["objf"]) if "objf" in scores else -float(scores["loss"])
 
 
 def differences(runs: Sequence[ComparedRun], *, with_seed: bool = True) -> dict[str, list[Any]]:

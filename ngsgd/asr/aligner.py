@@ -133,7 +133,9 @@ class Aligner:
             if source.num_channels > 1:
                 raise DataError(f"{source.name} has {source.num_channels} channels, and a text "
                                 "belongs to one; extract it: ffmpeg -i INPUT -af 'pan=mono|c0=c0' OUTPUT.wav")
-            samples_N = _resampled(source, rate_hz)
+            resampler = Resampler(source.sample_rate_hz, rate_hz)
+            blocks = [resampler.accept(block_NC[:, 0]) for block_NC in source.blocks()]
+            samples_N = np.concatenate([*blocks, resampler.accept(np.zeros(0, np.float32), is_last=True)])
         logliks, time_T, speaker = list[Scores](), list[npt.NDArray[np.floating[Any]]](), Speaker()
         for stretch in _stretches(samples_N, rate_hz):
             features_TD, side, speaker = front_end.features_of(bundle, stretch.samples, speaker)
@@ -221,14 +223,6 @@ class Aligner:
         kept = [(unit, first) for unit, first in zip(along, frames, strict=True) if unit.phone != graphs.END]
         ends = [first for _, first in kept[1:]] + [len(loglik_TP)]
         return [Timed(unit, first, end) for (unit, first), end in zip(kept, ends, strict=True)], path.cost
-
-
-def _resampled(source: Recording, rate_hz: int) -> Samples:
-    blocks = [block_NC[:, 0] for block_NC in source.blocks()]
-    if source.sample_rate_hz != rate_hz:
-        resampler = Resampler(source.sample_rate_hz, rate_hz)
-        blocks = [*map(resampler.accept, blocks), resampler.accept(np.zeros(0, np.float32), is_last=True)]
-    return np.concatenate([np.zeros(0, np.float32), *blocks])
 
 
 def _stretches(samples_N: Samples, rate_hz: int) -> Sequence[Stretch]:

@@ -42,7 +42,6 @@ from ngsgd.asr.ivectors import model as ivector_model
 from ngsgd.asr.lang import graphs, vocabulary
 from ngsgd.asr.lang import topology as topologies
 from ngsgd.asr.lang.language import GRAMMAR, Language
-from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.config import DecodeConfig, FeatureConfig, RunConfig, build, check_values
 from ngsgd.config.build import with_defaults
 from ngsgd.data.archives import spliced_utterances
@@ -246,7 +245,7 @@ class Bundle:
         """First pass of speaker adaptation."""
         return evaluation.first_pass(self.unpenalized_graph)
 
-    def with_words(self, words: Vocabulary, *, scale: float | None = None, penalty: float | None = None,
+    def with_words(self, words: vocabulary.Vocabulary, *, scale: float | None = None, penalty: float | None = None,
                    report: Callable[[str], None] = warn) -> Bundle:
         """Return the model with other words over the same phones, or other decoding weights.
 

@@ -96,9 +96,7 @@ def features_of(bundle: Bundle, samples_N: Samples, speaker: Speaker) -> tuple[n
     raw_TD = filterbank.extract(samples_N, bundle.features)
     if bundle.features.cmvn == "online":
         mean = cmvn.OnlineMean(bundle.statistics, speaker.mean)
-        deviation_D = cmvn.mean_and_deviation(bundle.statistics)[1]
-        normal_TD = ((raw_TD - mean.accept(raw_TD)) / deviation_D).astype(np.float32)
-        speaker = replace(speaker, mean=mean.heard())
+        normal_TD, speaker = mean.normalized(raw_TD), replace(speaker, mean=mean.heard())
     elif bundle.features.cmvn == "speaker":
         stats = cmvn.statistics(raw_TD) + (0.0 if speaker.stats is None else speaker.stats)
         normal_TD, speaker = cmvn.normalized(raw_TD, stats), replace(speaker, stats=stats)

@@ -197,27 +197,19 @@ class _Channel:
     def __init__(self, recognizer: Recognizer, number: int, sample_rate_hz: int, num_best: int) -> None:
         self._bundle, self._number, self._num_best = recognizer.bundle, number, num_best
         self.segmenter = Segmenter(recognizer.sample_rate_hz)
-        self._resampler: Resampler | None = None
-        if sample_rate_hz != recognizer.sample_rate_hz:
-            self._resampler = Resampler(sample_rate_hz, recognizer.sample_rate_hz)
+        self._resampler = Resampler(sample_rate_hz, recognizer.sample_rate_hz)
         self.speaker = Speaker()
 
     def accept(self, samples_N: Samples) -> Iterator[Segment]:
         """Yield the segments that end in these samples."""
-        yield from map(self._segment, self.segmenter.accept(self._resampled(samples_N)))
+        yield from map(self._segment, self.segmenter.accept(self._resampler.accept(samples_N)))
 
     def finish(self) -> Iterator[Segment]:
         """Yield the remaining segments."""
-        if self._resampler is not None:
-            rest_N = self._resampled(np.zeros(0, np.float32), is_last=True)
-            yield from map(self._segment, self.segmenter.accept(rest_N))
+        rest_N = self._resampler.accept(np.zeros(0, np.float32), is_last=True)
+        yield from map(self._segment, self.segmenter.accept(rest_N))
         if (stretch := self.segmenter.finish()) is not None:
             yield self._segment(stretch)
-
-    def _resampled(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
-        if self._resampler is None:
-            return samples_N
-        return self._resampler.accept(samples_N, is_last=is_last)
 
     def _segment(self, stretch: Stretch) -> Segment:
         bundle = self._bundle
@@ -243,7 +235,6 @@ class _Draft:
         self._mean: cmvn.OnlineMean | None = None
         if bundle.all_speech is not None:
             self._mean = cmvn.OnlineMean(bundle.all_speech, speaker.mean)
-            self._deviation_D = cmvn.mean_and_deviation(bundle.all_speech)[1]
         self._ivectors = IvectorStream(bundle.ivectors, speaker.ivectors) if bundle.ivectors else None
         self._decoder = StreamingDecoder(
             bundle.graph, bundle.scores, bundle.search, left_context=bundle.window.left_context,
@@ -260,8 +251,7 @@ class _Draft:
             if self._ivectors is not None:
                 self._ivectors.accept(raw_TD)
             if self._mean is not None:
-                mean_TD = self._mean.accept(raw_TD)
-                normal_TD = ((raw_TD - mean_TD) / self._deviation_D).astype(np.float32)
+                normal_TD = self._mean.normalized(raw_TD)
             self._decoder.accept(normal_TD)
         if (words := self._decoder.words()) == self._words:
             return None

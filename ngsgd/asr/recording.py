@@ -115,10 +115,7 @@ class AudioFile:
 
     def read(self, size: int) -> Samples:
         """Read up to `size` samples of each channel, N x C, not scaled."""
-        try:
-            block_NC: Samples = self._audio.read(size, dtype="float32", always_2d=True)
-        except _UNREADABLE as error:
-            raise self._error(error) from error
+        block_NC = self._next(size)
         self._num_read += len(block_NC)
         if not len(block_NC) and not self._num_read:
             raise DataError(f"{self.name} contains no samples; replace or remove it.")
@@ -129,15 +126,20 @@ class AudioFile:
 
     def part(self, first: int, end: int) -> Samples:
         """Read the samples from `first` to `end` of each channel, N x C, not scaled."""
-        try:
-            self._audio.seek(first)
-            part_NC: Samples = self._audio.read(end - first, dtype="float32", always_2d=True)
-        except _UNREADABLE as error:
-            raise self._error(error) from error
+        part_NC = self._next(end - first, first)
         if len(part_NC) < end - first:
             raise DataError(f"{self.name} ends before sample {end} of the {self.num_samples} in its header; "
                             "copy it again.")
         return part_NC
+
+    def _next(self, size: int, first: int | None = None) -> Samples:
+        try:
+            if first is not None:
+                self._audio.seek(first)
+            block_NC: Samples = self._audio.read(size, dtype="float32", always_2d=True)
+        except _UNREADABLE as error:
+            raise self._error(error) from error
+        return block_NC
 
     def close(self) -> None:
         """Close the file."""
@@ -223,14 +225,18 @@ def check_rate(name: str, sample_rate_hz: int, num_channels: int = 1) -> None:
 
 
 class Resampler:
-    """Changes the sampling rate of one channel, block by block."""
+    """Changes the sampling rate of one channel, block by block, unless the two are equal."""
 
     def __init__(self, from_hz: int, to_hz: int) -> None:
-        soxr: Any = imports.load("soxr", extra="asr", purpose="Resampling")
-        self._stream = soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
+        self._stream: Any = None
+        if from_hz != to_hz:
+            soxr: Any = imports.load("soxr", extra="asr", purpose="Resampling")
+            self._stream = soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
 
     def accept(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
         """Return the samples that are complete; after the last ones, all."""
+        if self._stream is None:
+            return samples_N
         return np.asarray(self._stream.resample_chunk(np.ascontiguousarray(samples_N), last=is_last))
 
 

@@ -151,8 +151,7 @@ def normalized_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
 def online_normalized(features: Iterable[Features], speakers: Sequence[str], all_speech: cmvn.Stats) -> Iterator[Features]:
     """Yield the features of each utterance as `normalized_online` normalizes them."""
     heard: dict[str, cmvn.CmnState] = {}
-    deviation_D = cmvn.mean_and_deviation(all_speech)[1]
     for raw_TD, speaker in zip(features, speakers, strict=True):
         stream = cmvn.OnlineMean(all_speech, heard.get(speaker))
-        yield ((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32)
+        yield stream.normalized(raw_TD)
         heard[speaker] = stream.heard()

@@ -210,8 +210,12 @@ def _segment_json(segment: Segment) -> dict[str, Any]:
 
 def _ctm(name: str, words: Iterable[tuple[int, Word]]) -> str:
     name = "_".join(name.split()) or "-"
-    return "".join(f"{name} {channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
-                   for channel, word in words)
+    return "".join(ctm_line(name, channel, word) for channel, word in words)
+
+
+def ctm_line(name: str, channel: int, word: Word) -> str:
+    """Format a line of a CTM: times in seconds, and the confidence."""
+    return f"{name} {channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
 
 
 def _intervals(words: Iterable[Word], end_s: float) -> Iterator[tuple[float, float, str]]:

@@ -18,7 +18,6 @@ from ngsgd.curvature.capture import Capture
 from ngsgd.curvature.forms.grad_forms import Inputs, joined, joined_inputs
 from ngsgd.curvature.forms.kronecker import SHARINGS
 from ngsgd.curvature.layer_decomposition import expansion_of
-from ngsgd.curvature.losses import LossCalls
 from ngsgd.curvature.quantities import (
     NORMALIZATIONS,
     PRODUCTS,
@@ -119,7 +118,7 @@ class Collection(Mapping[str, Quantities]):
         self._by_node: weakref.WeakSet[of_layers.LayerCall] = weakref.WeakSet()
         # those among them whose derivative has arrived
         self._expected: set[of_layers.LayerCall] = set()
-        self._mode = LossCalls(self._watch) if self._is_second_order or self._checks_reduction else None
+        self._mode = losses.LossCalls(self._watch) if self._is_second_order or self._checks_reduction else None
 
     def __enter__(self) -> Collection:
         self._capture.__enter__()

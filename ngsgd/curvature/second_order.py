@@ -27,7 +27,6 @@ from ngsgd.curvature.capture import CACHED, Capture
 from ngsgd.curvature.forms.grad_forms import joined
 from ngsgd.curvature.graph import CONSTANT, ELEMENTWISE, columns, describe, nodes_between, paths, residuals
 from ngsgd.curvature.layers import Affine, Convolution, LayerCall, disagreement
-from ngsgd.curvature.losses import LossEvaluation
 from ngsgd.curvature.products import ModelCalls, Pass
 from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, Accumulation, CollectOptions, PassResults
 from ngsgd.errors import ConfigError, DataError
@@ -127,7 +126,7 @@ class SecondOrderBackward:
                 yield source, block, signs_VN
 
 
-def output_moment(view: LossEvaluation, num_samples: int) -> Tensor:
+def output_moment(view: losses.LossEvaluation, num_samples: int) -> Tensor:
     """Return the sum over samples of the loss Hessian of the output of a sample, D x D."""
     f, K = view.rows(), view.rows_of(num_samples)
     if view.classes and K == 1:

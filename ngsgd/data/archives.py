@@ -118,7 +118,7 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
         if (info.left_context, info.right_context, info.frames_per_eg, info.num_classes, info.silence_classes) != (
                 config.left_context, config.right_context, config.frames_per_eg, num_classes, list(silence_classes)):
             raise FormatError("the settings in its info.json differ from those of the directory name")
-    return prepared(directory / INDEX, "examples", check, lambda temporary: write_archives(
+    return prepared(directory / INDEX, "archives of training examples", check, lambda temporary: write_archives(
         train, valid, config, num_classes=num_classes, directory=temporary, groups=groups,
         silence_classes=silence_classes, num_writers=num_writers), report)
 
@@ -130,20 +130,20 @@ def prepared(index: Path, what: str, check: Callable[[Path], object], write: Cal
     Raises DataError if the disk is full.
     """
     directory = index.parent
-    if os.path.lexists(index):
+    if directory.is_dir():
         try:
             check(index)
             return directory
         except FormatError as error:
             report(f"{directory} is damaged ({error}); preparing it again.")
-    report(Phase(f"writing the archives of training {what}"))
+    report(Phase(f"writing the {what}"))
     try:
         # shared_directory keeps a directory that has an index
         index.unlink(missing_ok=True)
         with shared_directory(directory, index.name) as temporary:
             write(temporary)
     except OSError as error:
-        raise DataError(f"archives of {what} could not be written under {directory.parent} ({error.strerror or error}); free disk "
+        raise DataError(f"the {what} could not be written under {directory.parent} ({error.strerror or error}); free disk "
                         "space, or choose another folder with data.cache_dir=PATH.") from error
     return directory
 

@@ -76,7 +76,7 @@ def export_data(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Pa
     if config.adaptation.lda_dim:
         raise ConfigError(f"{folder.path} has adapted features (adaptation.lda_dim), and Kaldi "
                           "data directories hold features before adaptation; export the data of a run without it.")
-    sets = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
+    sets = corpus.sets
     for name, speech in sets.items():
         export_set(speech, output / name, ivector_period=config.ivectors.period)
     return [*(output / name for name in sets),

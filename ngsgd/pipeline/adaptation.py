@@ -27,7 +27,9 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.counting import counted
 from ngsgd.data import arrays, mapped
+from ngsgd.data.archives import prepared
 from ngsgd.data.frames import Side
+from ngsgd.data.storage import FormatError
 from ngsgd.files import cache_name
 from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.services import Report
@@ -37,7 +39,6 @@ from ngsgd.runs.run_folder import RunFolder, folder_of_model
 _VERSION = 3
 # frames on each side that are spliced before the projection, as in Kaldi
 CONTEXT = 3
-_SETS = ("train", "valid", "test")
 # fewest training frames per spliced feature for LDA, whose covariance is singular with too few
 _FRAMES_PER_FEATURE = 10
 # fewest frames of a training speaker, on average, and fewest speakers for fMLLR
@@ -63,7 +64,7 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path, report:
         adaptation, transforms = _trained(config, corpus, report)
         arrays.write(path, adaptation.arrays())
         arrays.write(_of_speakers(path), transforms)
-    sets: dict[str, Any] = {of: _applied(adaptation, getattr(corpus, of), transforms, of) for of in _SETS}
+    sets: dict[str, Any] = {of: _applied(adaptation, speech, transforms, of) for of, speech in corpus.sets.items()}
     content = hashlib.sha256((corpus.digest + name).encode()).hexdigest()
     return replace(corpus, **sets, content=content), path
 
@@ -88,7 +89,7 @@ def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Mapping[str
     transforms = arrays.read(_of_speakers(path))
     refined: dict[str, Any] = {}
     for name, features_TD in unadapted.items():
-        speech: SpeechSet = getattr(corpus, name)
+        speech = corpus.sets[name]
         speech = replace(speech, frames=replace(speech.frames, features_TD=features_TD))
         for speaker, projected in _Projected(adaptation, speech).items():
             key = f"{name}/{speaker}"
@@ -129,7 +130,7 @@ def _trained(config: RunConfig, corpus: Corpus, report: Report) -> tuple[Speaker
     transforms = {f"train/{speaker}": w_DE for speaker, w_DE in of_train.items()}
     find_path = _first_pass(config, corpus, Progress(report, "fMLLR: first pass over held-out speech", unit="searches"))
     for name in ("valid", "test"):
-        for speaker, utterances in _Projected(found, getattr(corpus, name)).items():
+        for speaker, utterances in _Projected(found, corpus.sets[name]).items():
             transforms[f"{name}/{speaker}"] = found.transform_of(utterances, find_path)
     return found, transforms
 
@@ -237,29 +238,17 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
     """Add an i-vector to every frame of the corpus; its digest identifies the extractor."""
     folder = cache_root / cache_name("ivectors", version=IVECTORS_VERSION, corpus=corpus.digest,
                                      extractor=files.sha256(extractor), settings=asdict(config.ivectors))
-    is_sound = False
-    if folder.is_dir():
-        try:
-            _check(folder, corpus, config)
-            is_sound = True
-        except (OSError, ValueError, KeyError) as error:
-            report(f"{folder} is damaged ({error}); preparing it again.")
-    if not is_sound:
-        # shared_directory keeps a directory that has an index
-        (folder / _INDEX).unlink(missing_ok=True)
-        report(Phase("extracting i-vectors"))
+
+    def write(new: Path) -> None:
         model = extractor_file.read(extractor, config.ivectors)
-        with files.shared_directory(folder, _INDEX) as new:
-            for name in _SETS:
-                speech: SpeechSet = getattr(corpus, name)
-                mapped.write_rows(new / f"{name}.npy", _shape(speech, config),
-                                  extract(speech, model, most_utterances=_UTTERANCES[name]))
-            digests = {name: files.sha256(new / f"{name}.npy") for name in _SETS}
-            index = files.sealed("i-vectors", {"sha256": digests})
-            (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        for name, speech in corpus.sets.items():
+            mapped.write_rows(new / f"{name}.npy", _shape(speech, config),
+                              extract(speech, model, most_utterances=_UTTERANCES[name]))
+        index = files.sealed("i-vectors", {"sha256": {name: files.sha256(new / f"{name}.npy") for name in corpus.sets}})
+        (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    prepared(folder / _INDEX, "i-vectors", lambda _: _check(folder, corpus, config), write, report)
     sets: dict[str, Any] = {}
-    for name in _SETS:
-        speech = getattr(corpus, name)
+    for name, speech in corpus.sets.items():
         lengths = np.diff(speech.frames.offsets)
         num_rows_U = -(-lengths // config.ivectors.period)
         first_U = np.cumsum(num_rows_U) - num_rows_U
@@ -271,15 +260,17 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
 
 
 def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
-    """Raise for files that do not match their digests or the corpus."""
-    digests = files.unsealed("i-vectors", files.read_json(folder / _INDEX))["sha256"]
-    for name in _SETS:
-        if files.sha256(folder / f"{name}.npy") != digests[name]:
-            raise ValueError(f"{name}.npy does not match its checksum")
-    for name in _SETS:
-        rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
-        if rows_RS.shape != _shape(getattr(corpus, name), config):
-            raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
+    """Raise FormatError for files that do not match their digests or the corpus."""
+    try:
+        digests = files.unsealed("i-vectors", files.read_json(folder / _INDEX))["sha256"]
+        for name, speech in corpus.sets.items():
+            if files.sha256(folder / f"{name}.npy") != digests[name]:
+                raise ValueError(f"{name}.npy does not match its checksum")
+            rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
+            if rows_RS.shape != _shape(speech, config):
+                raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(str(error)) from error
 
 
 def _shape(speech: SpeechSet, config: RunConfig) -> tuple[int, int]:

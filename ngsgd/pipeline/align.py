@@ -88,7 +88,7 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
 
 
 def _labels(speech: Corpus) -> States:
-    return {utt_id: pdf_T for one in (speech.train, speech.valid, speech.test)
+    return {utt_id: pdf_T for one in speech.sets.values()
             for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
 
 
@@ -97,7 +97,7 @@ def _align(speech: Corpus, config: RunConfig, report: Report, known: States) -> 
     oov, x_TK = config.data.oov_word, forced_alignment.Decorrelated(speech)
     passes = Progress(report, "alignment: speech and silence", forced_alignment.NUM_SILENCE_PASSES, "passes")
     transcripts, starts = Transcripts(speech, oov), forced_alignment.silence_start(speech, oov, x_TK, passes.each)
-    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(starts)
+    num_short = sum(len(one.texts) for one in speech.sets.values()) - len(starts)
     if num_short:
         report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "
                "their words have states")
@@ -174,7 +174,7 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
         if config.ivectors.dim:
             speech = with_ivectors(config, speech, folder.ivectors, cache_root, report)
         features = speech
-    logliks = computed_log_likelihoods((features.train, features.valid, features.test), config.egs, model, prior_P)
+    logliks = computed_log_likelihoods(features.sets.values(), config.egs, model, prior_P)
     # the states of a graph of the data have separate numbers, and may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
     each = Progress(report, "alignment", len(labels := _labels(speech))).each

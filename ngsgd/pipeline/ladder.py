@@ -19,7 +19,6 @@ from typing import Any
 
 from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora import corpus as corpora
-from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import DataConfig, ObjectiveConfig, RunConfig, SitesConfig
 from ngsgd.errors import RunInterrupted
 from ngsgd.files import cache_name, sha256
@@ -149,7 +148,7 @@ class Ladder:
         return run.metrics
 
 
-def network_name(network: RunConfig, corpus: Corpus) -> str:
+def network_name(network: RunConfig, corpus: corpora.Corpus) -> str:
     """Name of a network that realigns the corpus, and of its labels."""
     settings = {name: value for name, value in asdict(network).items() if name in _DECIDES}
     # of a custom network

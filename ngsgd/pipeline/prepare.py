@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr.corpora import corpus as corpora
-from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import DataConfig, RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
@@ -33,7 +32,7 @@ Labels = Callable[[RunConfig, Path, Callable[[str], None]], DataConfig]
 class PreparedData:
     """A corpus and its archives of training examples."""
 
-    corpus: Corpus
+    corpus: corpora.Corpus
     # T x D of "valid" and "test" before LDA, MLLT and fMLLR
     unadapted: Mapping[str, npt.NDArray[np.float32]]
     egs_directory: Path

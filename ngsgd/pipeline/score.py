@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -121,7 +121,7 @@ def _log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
             yield (utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
 
 
-def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: nn.Module,
+def computed_log_likelihoods(sets: Iterable[SpeechSet], egs: EgsConfig, model: nn.Module,
                              prior_P: npt.NDArray[np.float64]) -> Scores:
     """Return a function of the name of an utterance to its `log_likelihoods`."""
     place = {utt_id: (speech, u) for speech in sets for u, utt_id in enumerate(speech.frames.utt_ids)}
@@ -147,7 +147,6 @@ def word_errors(corpus: Corpus, config: DecodeConfig, logliks: Scores, report: R
     found = [logliks(utt_id) for utt_id in scores.each(utt_ids)]
     report(Phase("WER of the rung: building the decoding graph"))
     graph = evaluation.build_graph(language, config)
-    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    each = Progress(report, "WER of the rung: decoding", num_settings * len(chosen)).each
     texts = [valid.texts[u] for u in chosen]
-    return tuning.choose(evaluation.sweep(graph, config, texts, utt_ids, found, language.num_pdfs, each))[1]
+    return tuning.choose(evaluation.sweep(graph, config, texts, utt_ids, found, language.num_pdfs, report,
+                                          "WER of the rung: decoding"))[1]

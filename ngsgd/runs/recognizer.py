@@ -12,7 +12,6 @@ from torch import __version__ as torch_version
 
 import ngsgd
 from ngsgd.asr import bundle
-from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode.evaluation import DecodingResult
 from ngsgd.asr.decode.tuning import Calibration, DecodingWeights
@@ -40,7 +39,7 @@ def keep_recognizer(folder: RunFolder, config: RunConfig, corpus: Corpus, result
                 temporary.write_bytes(content)
 
 
-def open_bundle(model: str, *, trust: bool = False) -> Bundle:
+def open_bundle(model: str, *, trust: bool = False) -> bundle.Bundle:
     """Open a bundle, a run folder, or a run by its name; `trust` allows any custom network."""
     path = Path(model)
     if not path.is_file() and not (path / "model.json").is_file():
@@ -57,7 +56,7 @@ def open_bundle(model: str, *, trust: bool = False) -> Bundle:
         about = permission.read_about(final)
         permission.require(about["model"], final / "model.json", about["run_id"], trust=trust)
         trust = True
-    return Bundle.load(path, trust=trust)
+    return bundle.Bundle.load(path, trust=trust)
 
 
 def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Path) -> None:

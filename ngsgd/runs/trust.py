@@ -8,13 +8,10 @@ run folder.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import stat
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import digest_of_json, new_file, read_json
 from ngsgd.interface import option
 from ngsgd.runs.failure_record import state_folder
+from ngsgd.shared_work import turn
 
 if TYPE_CHECKING:
     from ngsgd.runs.run_folder import RunFolder
@@ -36,7 +34,7 @@ Module = ModelConfig | OptimizerConfig | TaskConfig | Mapping[str, Any]
 _EXECUTED = ("_target_", "search_path", "args")
 _MAX_RECORDS = 5000
 _YES = ("1", "true", "yes")
-_LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
+_LOCK_TIMEOUT_S = 5.0
 
 # digests of the model settings that this process may import
 allowed_modules: set[str] = set()
@@ -73,7 +71,8 @@ def remember(module: Module, run_id: str) -> None:
     """Record that this user began the run, so that it resumes without --trust."""
     path = _record_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(path):
+    # both of two simultaneous runs are recorded
+    with turn(path.with_name(f"{path.name}.lock"), _LOCK_TIMEOUT_S, os.O_RDWR | os.O_CREAT):
         known = _records()
         digests = dict.fromkeys([*known.pop(run_id, "").split(), _digest(_settings(module))])
         newest = dict(list({**known, run_id: " ".join(digests)}.items())[-_MAX_RECORDS:])
@@ -163,23 +162,6 @@ def _records() -> dict[str, str]:
         return {}
     whole = isinstance(stored, dict) and all(isinstance(digest, str) for digest in stored.values())
     return stored if whole else {}
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock the record, so that two simultaneous runs are both recorded."""
-    handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while time.monotonic() < deadline:
-            # on a file system without locks, at worst the record of one of two runs is lost
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _settings(model: Module) -> Mapping[str, Any]:

@@ -106,7 +106,7 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
         num_frames, num_sequences, digests = (list(column) for column in zip(*entries, strict=True))
         index = SequenceIndex(num_frames, num_sequences, num_spans - sum(num_sequences), digests)
         write_text(temporary / INDEX, json.dumps(sealed("sequences", asdict(index)), indent=1))
-    return prepared(directory / INDEX, "sequences", read_index_file, write, report)
+    return prepared(directory / INDEX, "archives of training sequences", read_index_file, write, report)
 
 
 def read_index_file(path: Path) -> SequenceIndex:

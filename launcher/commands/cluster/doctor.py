@@ -12,7 +12,6 @@ from dataclasses import asdict
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser, out_of_range
 from ngsgd.launcher.doctor import machine
-from ngsgd.launcher.doctor.machine import Finding
 from ngsgd.object_storage.urls import is_url, local_root
 
 
@@ -44,7 +43,7 @@ def command(arguments: Sequence[str]) -> int:
     return EXIT_RUN_FAILED if any(finding.verdict == "fail" for finding in findings) else EXIT_OK
 
 
-def examine(output_dir: str, num_workers: int, address: str = "", tracking_uri: str = "") -> Iterator[Finding]:
+def examine(output_dir: str, num_workers: int, address: str = "", tracking_uri: str = "") -> Iterator[machine.Finding]:
     """Yield all findings, causes before effects."""
     root = local_root(output_dir)
     checks = [machine.python(), machine.packages(), machine.shadows(), machine.threads(num_workers),

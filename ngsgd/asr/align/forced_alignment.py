@@ -206,7 +206,7 @@ def scores_of(mixtures: StateMixtures, x_TK: Mapping[str, Features]) -> Score:
 def _utterances(corpus: Corpus, oov: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
     """(name, words of the lexicon, number of frames) of every utterance of the three sets."""
     lexicon = corpus.language.topology.lexicon
-    for speech in (corpus.train, corpus.valid, corpus.test):
+    for speech in corpus.sets.values():
         lengths = np.diff(speech.frames.offsets).tolist()
         for utt_id, words, length in zip(speech.frames.utt_ids, speech.texts, lengths, strict=True):
             yield utt_id, tuple(word if word in lexicon else oov for word in words), length

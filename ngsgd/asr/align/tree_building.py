@@ -23,10 +23,8 @@ from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.features.gaussians import Axes, sums_by_state
 from ngsgd.asr.lang.context_tree import EDGE, STATE, ContextTree, Leaf, Node, Split, Table
 from ngsgd.asr.lang.topology import STATES_PER_PHONE
-from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.counting import counted
 from ngsgd.errors import DataError
-from ngsgd.files import cache_name
 from ngsgd.phase import Phase, Progress
 
 Matrix = npt.NDArray[np.float64]
@@ -225,9 +223,8 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
         report(f"decision tree: {counted(tree.num_pdfs, 'tied state')} of "
                f"{counted(len(topology.phones), 'phone')}"
                f"{' with their left neighbors' if width == 2 else ''}")
-    sets: dict[str, Any] = {}
-    for name in ("train", "valid", "test"):
-        speech: SpeechSet = getattr(corpus, name)
+    sets: dict[str, Any] = corpus.sets
+    for name, speech in corpus.sets.items():
         frames = speech.frames
         if speech.is_aligned:
             labels, bounds = np.empty_like(frames.pdf_T), itertools.pairwise(frames.offsets)
@@ -236,8 +233,7 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
                 context_N4, of_T = np.unique(context_T4, axis=0, return_inverse=True)
                 pdf_N = [tree.pdf(window, state) for *window, state in context_N4.tolist()]
                 labels[start:end] = np.array(pdf_N, np.int32)[of_T]
-            speech = replace(speech, frames=replace(frames, pdf_T=labels))
-        sets[name] = speech
+            sets[name] = replace(speech, frames=replace(frames, pdf_T=labels))
     content = hashlib.sha256(corpus.digest.encode())
     for speech in sets.values():
         content.update(speech.frames.pdf_T.tobytes())
@@ -246,7 +242,7 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
 
 def _tree(corpus: Corpus, num_leaves: int, width: int, cache_root: Path, report: Callable[[str], None]) -> ContextTree:
     train, topology = corpus.train, corpus.language.topology
-    name = cache_name("tree", version=_VERSION, corpus=corpus.digest, num_leaves=num_leaves, width=width)
+    name = files.cache_name("tree", version=_VERSION, corpus=corpus.digest, num_leaves=num_leaves, width=width)
     path = cache_root / f"{name}.txt"
     if path.exists():
         return ContextTree.from_text(files.read_regular_text(path))

@@ -22,7 +22,6 @@ from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
-from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import FramedUtterance, unaligned
 from ngsgd.config import DataConfig, FeatureConfig
 from ngsgd.errors import DataError
@@ -72,7 +71,7 @@ def locate(source: str) -> Path:
     return folder
 
 
-def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, SpeechSet], Language]:
+def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, speech_set.SpeechSet], Language]:
     """Return train, valid and test, and the language; labels and graph of a GMM if they exist."""
     folder = locate(data.source)
     of_gmm = _of_gmm(folder)

@@ -92,6 +92,10 @@ class Corpus:
     def num_pdfs(self) -> int:
         return self.language.num_pdfs
 
+    @property
+    def sets(self) -> dict[str, SpeechSet]:
+        return {"train": self.train, "valid": self.valid, "test": self.test}
+
 
 def check_source(data: DataConfig) -> None:
     """Raise if the speech is not accessible; takes no longer than listing a folder."""
@@ -263,8 +267,8 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     if alignment is not given:
         report(f"{given.path}: states are numbered by its {alignments.PDF_TABLE} and have been renumbered for this lexicon")
     sets: dict[str, Any] = {}
-    for name in ("train", "valid", "test"):
-        sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name), corpus.num_pdfs)
+    for name, speech in corpus.sets.items():
+        sets[name], missing = alignments.attach(alignment, name, speech, corpus.num_pdfs)
         if missing:
             some = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
             report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, "

@@ -12,7 +12,6 @@ from typing import Any
 
 from ngsgd import files
 from ngsgd.asr.corpora import alignments, copies, data_dir, manifests, shard_processes, sharding
-from ngsgd.asr.corpora.alignments import Alignment
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.corpora.sharding import Part, Shard, divided
 from ngsgd.asr.features import augment, cmvn
@@ -181,7 +180,7 @@ def fingerprint_of_added(data: DataConfig) -> dict[str, Any]:
 
 
 def added_utterances(listed: Sequence[UtteranceEntry], data: DataConfig, features: FeatureConfig,
-                     changes: AugmentConfig, topology: Topology, *, labels: Alignment | None = None,
+                     changes: AugmentConfig, topology: Topology, *, labels: alignments.Alignment | None = None,
                      mix: augment.Mix | None = None) -> Iterable[Utterance]:
     """Yield `data.added_copies` copies of each utterance, augmented independently. Those without
     HMM states in `labels` are omitted (default: none has labels); DataError if most are. `mix` adds

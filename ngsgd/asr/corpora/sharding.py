@@ -32,7 +32,6 @@ from ngsgd.asr.corpora import data_dir
 from ngsgd.asr.features import augment, cmvn, filterbank
 from ngsgd.asr.features.audio import Piece, Reader
 from ngsgd.asr.features.cmvn import CmvnStats
-from ngsgd.asr.speech_set import SpeechSet, online_normalized
 from ngsgd.asr.utterance import unaligned
 from ngsgd.config import AugmentConfig, FeatureConfig
 from ngsgd.data import mapped
@@ -270,7 +269,7 @@ def read(parts: Sequence[tuple[Part, Sequence[Shard]]], folder: Path) -> Sharded
 
 
 def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, *,
-             given: CmvnStats | None = None, all_speech: cmvn.Stats | None = None) -> SpeechSet:
+             given: CmvnStats | None = None, all_speech: cmvn.Stats | None = None) -> speech_set.SpeechSet:
     """Normalize a set into files of a folder. `given` are the statistics of features.cmvn=given,
     `all_speech` those of training for features.cmvn=online (default: of this set).
     """
@@ -279,7 +278,7 @@ def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, 
         raw_TD = mapped.write_rows(folder / f"{name}.raw_TD.npy", found.shape, found.features())
         all_speech = cmvn.statistics(raw_TD) if all_speech is None else all_speech
         units = CmvnStats({cmvn.GLOBAL: all_speech}, (cmvn.GLOBAL,) * len(found.utt_ids))
-        normal = online_normalized(found.features(), found.speakers, all_speech)
+        normal = speech_set.online_normalized(found.features(), found.speakers, all_speech)
     elif config.cmvn in ("utterance", "speaker"):
         is_own = config.cmvn == "utterance"
         units = found.units(found.utt_ids if is_own else found.speakers)
@@ -293,4 +292,4 @@ def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, 
     pdf_T = mapped.write_array(folder / f"{name}.pdf_T.npy", found.shape[:1],
                                map(unaligned, np.diff(found.offsets).tolist()), np.dtype(np.int32))
     frames = FrameSet(features_TD, pdf_T, found.offsets, found.utt_ids)
-    return SpeechSet(frames, found.texts, found.speakers, units, raw_TD)
+    return speech_set.SpeechSet(frames, found.texts, found.speakers, units, raw_TD)

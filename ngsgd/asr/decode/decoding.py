@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files, imports
+from ngsgd.asr.lang import openfst
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.utterance import PdfIds
 
@@ -78,7 +79,7 @@ def _searched(graph: Graph, loglik_TP: Scores, search: Search) -> Any:
 def new_decoder(graph: Graph, search: Search) -> Any:
     """Return a FasterDecoder before the first frame; the graph must outlive it."""
     # kaldifst first: kaldi_decoder uses its graphs
-    imports.load("kaldifst", extra="asr", purpose="Decoding")
+    openfst.toolkit()
     kaldi_decoder = imports.load("kaldi_decoder", extra="asr", purpose="Decoding")
     options = kaldi_decoder.FasterDecoderOptions(beam=search.beam, max_active=search.max_active)
     return kaldi_decoder.FasterDecoder(graph.fst, options)
@@ -93,7 +94,7 @@ def decodable(loglik_TP: Scores, acoustic_scale: float, first_frame: int = 0) ->
 
 def path_of(decoder: Any, graph: Graph, *, use_final: bool = True) -> Path:
     """Return the best path of a FasterDecoder; without `use_final` it may end in any state."""
-    kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+    kaldifst = openfst.toolkit()
     found, path = decoder.get_best_path(use_final)
     if not found:
         return NO_PATH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from ngsgd.config import DecodeConfig
 from ngsgd.counting import counted
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
-from ngsgd.phase import Each, Phase, Progress
+from ngsgd.phase import Phase, Progress
 from ngsgd.word_errors import WordErrors
 
 # of a subset, which is enough for the two parameters of a calibration; the beam of its lattices
@@ -55,10 +56,8 @@ def tune_and_decode(language: Language, config: DecodeConfig, *, valid: SpeechSe
     """Choose acoustic scale and word penalty on `valid`, and decode `test` with them."""
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
-    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    selection = Progress(report, f"scale selection: decoding valid with {counted(num_settings, 'setting')}",
-                         num_settings * len(valid.texts))
-    tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs, selection.each)
+    tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs, report,
+                  "scale selection: decoding valid with {}")
     setting, valid_errors = tuning.choose(tried)
     penalized = graphs.with_word_penalty(graph, setting.word_penalty)
     logliks = Progress(report, "decoding the test set", len(test.texts)).each(test_logliks)
@@ -68,8 +67,8 @@ def tune_and_decode(language: Language, config: DecodeConfig, *, valid: SpeechSe
     report(f"test   {total}")
     on_test: Sweep = ()
     if config.oracle:
-        every = Progress(report, f"oracle: decoding test with {counted(num_settings, 'setting')}", num_settings * len(test.texts))
-        on_test = sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs, every.each)
+        on_test = sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs, report,
+                        "oracle: decoding test with {}")
     oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
     calibration, chosen = Calibration(), spread_subset([len(loglik_TP) for loglik_TP in valid_logliks])
     if any(texts := [valid.texts[u] for u in chosen]):
@@ -135,18 +134,21 @@ def decode_set(graph: Graph, config: DecodeConfig, acoustic_scale: float, loglik
 
 
 def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
-          logliks: LogLikelihoods, num_pdfs: int, each: Each = iter,
+          logliks: LogLikelihoods, num_pdfs: int, report: Callable[[str], None], about: str,
           rules: Callable[[Sequence[str]], Sequence[str]] = tuple) -> Sweep:
-    """Return the errors at every acoustic scale and word penalty; `each` yields utterances, and
-    `rules` change texts and recognized words before they are compared.
+    """Return the errors at every acoustic scale and word penalty.
+
+    The phase `about` has {} where its line names the number of settings. `rules` change texts and
+    recognized words before they are compared.
     """
     penalized = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
+    settings = list(itertools.product(config.acoustic_scales, config.word_penalties))
+    progress = Progress(report, about.format(counted(len(settings), "setting")), len(settings) * len(texts))
     tried = []
-    for scale in config.acoustic_scales:
-        for penalty in config.word_penalties:
-            hypotheses = decode_set(penalized[penalty], config, scale, each(logliks), num_pdfs)
-            errors = scoring.score([*map(rules, texts)], [*map(rules, hypotheses)], utt_ids)[0]
-            tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
+    for scale, penalty in settings:
+        hypotheses = decode_set(penalized[penalty], config, scale, progress.each(logliks), num_pdfs)
+        errors = scoring.score([*map(rules, texts)], [*map(rules, hypotheses)], utt_ids)[0]
+        tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)
 
 

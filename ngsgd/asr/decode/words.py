@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd import imports
 from ngsgd.asr.decode import decoding, scoring
 from ngsgd.asr.decode import tuning as calibrations
 from ngsgd.asr.decode.decoding import NO_PATH, Path, Scores, Search
 from ngsgd.asr.decode.tuning import Calibration
-from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang import graphs, openfst
 from ngsgd.asr.lang.graphs import EPSILON, Graph
 from ngsgd.asr.lang.topology import Topology
 
@@ -61,7 +60,7 @@ def determinized(lattice: Any) -> WordLattice | None:
         # acceptors have no output strings to delay
         arc = [labels[0], labels[1], labels[3], str(EPSILON)] if len(labels) > 1 else labels
         lines.append(" ".join([*arc, str(sum(map(float, weight.split(","))))]))
-    kaldifst = _kaldifst()
+    kaldifst = openfst.toolkit()
     fst = kaldifst.compile("\n".join([*lines, ""]))
     try:
         kaldifst.determinize_star(fst, max_states=_MAX_STATES)
@@ -76,7 +75,7 @@ def determinized(lattice: Any) -> WordLattice | None:
 
 def best_sequences(lattice: WordLattice, num: int) -> list[Scored]:
     """Return at most `num` word sequences, best first."""
-    kaldifst = _kaldifst()
+    kaldifst = openfst.toolkit()
     text = [f"{arc.source} {arc.target} {arc.label} {arc.label} {arc.cost}" for arc in lattice.arcs]
     text += [f"{state} {cost}" for state, cost in lattice.finals.items()]
     # the first line defines the start, which has no arc if there are no words
@@ -191,10 +190,6 @@ def _leaving(lattice: WordLattice) -> list[list[WordArc]]:
     for arc in lattice.arcs:
         leaving[arc.source].append(arc)
     return leaving
-
-
-def _kaldifst() -> Any:
-    return imports.load("kaldifst", extra="asr", purpose="Decoding")
 
 
 _UNCALIBRATED = Calibration()

@@ -77,10 +77,7 @@ class Reader:
                             f"{piece.end_s:g} s exceeds {piece.path}, which lasts "
                             f"{num / rate_hz:g} s; correct the times.")
         part_NC = self._samples_NC[first:end] if self._samples_NC is not None else file.part(first, min(end, num))
-        samples_N = scaled(part_NC[:, channel], name)
-        if rate_hz == self._sample_rate_hz:
-            return samples_N
-        return Resampler(rate_hz, self._sample_rate_hz).accept(samples_N, is_last=True)
+        return Resampler(rate_hz, self._sample_rate_hz).accept(scaled(part_NC[:, channel], name), is_last=True)
 
     def close(self) -> None:
         """Close the open recording."""

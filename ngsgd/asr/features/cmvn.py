@@ -121,7 +121,7 @@ class OnlineMean:
     """
 
     def __init__(self, all_speech: Stats, before: CmnState | None = None) -> None:
-        self._global_mean_D = mean_and_deviation(all_speech)[0]
+        self._global_mean_D, self._deviation_D = mean_and_deviation(all_speech)
         self._before = before or CmnState(np.zeros_like(self._global_mean_D))
         # sums over the utterance up to each of its last frames
         self._sums_WD = np.zeros((1, len(self._global_mean_D)))
@@ -147,6 +147,10 @@ class OnlineMean:
         count_T = count_T + lent_T
         lent_T = np.minimum(WINDOW - count_T, GLOBAL_FRAMES)
         return np.asarray((sum_TD + lent_T[:, None] * self._global_mean_D) / (count_T + lent_T)[:, None])
+
+    def normalized(self, raw_TD: Features) -> Features:
+        """Return the next frames minus their means, at unit variance over all training speech."""
+        return np.asarray((raw_TD - self.accept(raw_TD)) / self._deviation_D, np.float32)
 
     def heard(self) -> CmnState:
         """Return the state for the next utterance of the speaker."""

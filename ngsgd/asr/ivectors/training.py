@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ngsgd.asr.features import cmvn, gaussians
-from ngsgd.asr.features.cmvn import CmnState, Features
 from ngsgd.asr.ivectors import extractor as extractors
 from ngsgd.asr.ivectors import model
 from ngsgd.asr.ivectors.model import DiagonalMixture, FrontEnd, IvectorModel, IvectorStream, SpeakerState, spliced
@@ -100,9 +99,9 @@ def _chosen(speech: SpeechSet, front: FrontEnd, chosen_T: npt.NDArray[np.int64],
             yield normal_TD, chosen_T[low:high] - begin
 
 
-def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.NDArray[np.floating], Features]]]:
+def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.NDArray[np.floating], cmvn.Features]]]:
     """Yield (utterance, (frames after online mean subtraction, raw frames)), as in training."""
-    turns: SpeakerMemory[CmnState] = SpeakerMemory(TRAIN_UTTERANCES)
+    turns: SpeakerMemory[cmvn.CmnState] = SpeakerMemory(TRAIN_UTTERANCES)
     for u, speaker in enumerate(speech.speakers):
         raw_TD, mean = mapped.copied(speech.raw(u)), front.mean(turns.before(speaker))
         yield u, (raw_TD - mean.accept(raw_TD), raw_TD)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ngsgd import files, imports
 from ngsgd.asr.kaldi_io import lines
-from ngsgd.asr.lang import lexicon
+from ngsgd.asr.lang import lexicon, openfst
 from ngsgd.errors import DataError
 
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
@@ -199,4 +199,4 @@ def acceptor(text: str, labels: Mapping[str, int]) -> Any:
             reason = "".join(char if char.isprintable() else "?" for char in marked)[:200]
             raise DataError(f"The language model is not in ARPA format ({reason}); check the file.")
         text = graph.read_text(encoding="utf-8")
-    return imports.load("kaldifst", extra="asr", purpose="Decoding").compile(text)
+    return openfst.toolkit().compile(text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ngsgd import imports
+from ngsgd.asr.lang import openfst
 from ngsgd.errors import DataError
 
 EDGE = 0  # the number of a phone outside the utterance
@@ -225,7 +225,7 @@ class ContextGraphs:
     @cached_property
     def context(self) -> Any:
         """C: labels of phones in context to phones, sorted by output."""
-        kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+        kaldifst = openfst.toolkit()
         phones = range(1, len(self.num_states) + 1)
         fst = kaldifst.StdVectorFst()
         # (left, center) -> state; the center was read and waits for its right neighbor
@@ -268,7 +268,7 @@ def pdfs_to_labels(labels: Iterable[tuple[Sequence[int], int]], symbols: Iterabl
     """H: pdfs + 1 to labels, closed under repetition, without self-loops; sorted by output. Labels
     in `symbols` are of disambiguation symbols, which pass.
     """
-    kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+    kaldifst = openfst.toolkit()
     fst = kaldifst.StdVectorFst()
     fst.start = fst.add_state()
     fst.set_final(fst.start, 0.0)
@@ -287,7 +287,7 @@ def pdfs_to_labels(labels: Iterable[tuple[Sequence[int], int]], symbols: Iterabl
 
 def closed(fst: Any, end: int) -> Any:
     """Let every phone sequence of a transducer end with the symbol `end`; sorted by input."""
-    kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+    kaldifst = openfst.toolkit()
     finals = [(state, fst.final(state).value) for state in range(fst.num_states) if fst.final(state).value != float("inf")]
     last = fst.add_state()
     for state, cost in finals:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ngsgd import imports
 from ngsgd.asr.kaldi_io import lines
+from ngsgd.asr.lang import openfst
 from ngsgd.errors import DataError
 
 _MAX_BYTES = 1 << 24
@@ -65,7 +65,7 @@ class Grammar:
         """
         expansion = _Expansion(self, labels)
         end = expansion.add(_Node("rule", self.start), 0, ())
-        kaldifst = imports.load("kaldifst", extra="asr", purpose="Decoding")
+        kaldifst = openfst.toolkit()
         fst = kaldifst.compile("\n".join([*expansion.lines, f"{end} 0", ""]))
         try:
             # alternatives of equal words under * and + can have no deterministic form

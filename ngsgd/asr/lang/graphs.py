@@ -7,7 +7,6 @@ L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ngsgd import imports
 from ngsgd.asr.lang import arpa, context_tree, openfst
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE, STATES_PER_PHONE, Pronunciation, Topology
@@ -62,7 +60,7 @@ def build(language: Language, *, silence_prob: float) -> Graph:
         for label in range(1, len(topology.words) + 1):
             _add(grammar, Arc(grammar.start, end, label, label, math.log(len(topology.words))))
         grammar.set_final(end, 0.0)
-    kaldifst = _kaldifst()
+    kaldifst = openfst.toolkit()
     # the tools crash without any path
     kept = grammar.copy()
     kaldifst.connect(kept)
@@ -98,7 +96,7 @@ def graphs_in_context(language: Language, disambig: range = range(0), *,
 def read(given: GivenGraph) -> Graph:
     """Read the graph of the data, with transition ids replaced by pdfs; see `check`."""
     read = check(given)
-    fst = _kaldifst().StdVectorFst()
+    fst = openfst.toolkit().StdVectorFst()
     for _ in range(read.num_states):
         fst.add_state()
     fst.start = read.start
@@ -159,7 +157,7 @@ def with_word_costs(graph: Graph, cost_of: Mapping[str, float]) -> Graph:
 
 def arcs(graph: Graph) -> Iterator[Arc]:
     """All arcs."""
-    iterator = _kaldifst().ArcIterator
+    iterator = openfst.toolkit().ArcIterator
     return (Arc(state, arc.nextstate, arc.ilabel, arc.olabel, arc.weight.value)
             for state in range(graph.fst.num_states) for arc in iterator(graph.fst, state))
 
@@ -289,7 +287,7 @@ def _phones_of(topology: Topology, words: Sequence[str], label: Callable[[TextUn
 def _in_states(fst: Any, topology: Topology, in_context: context_tree.ContextGraphs | None = None,
                disambig: Sequence[int] = (), *, has_garbage: bool = False) -> Any:
     """Replace the phones of a transducer by their pdfs + 1, without self-loops."""
-    kaldifst = _kaldifst()
+    kaldifst = openfst.toolkit()
     if in_context:
         if has_garbage:
             kaldifst.arcsort(fst, "ilabel")
@@ -311,7 +309,7 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     if missing := [word for word in words if word not in labels]:
         raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, "
                         "which a transcript contains; set data.oov_word to a word of the graph, or correct the transcript.")
-    kaldifst = _kaldifst()
+    kaldifst = openfst.toolkit()
     transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
     kaldifst.arcsort(transcript, "ilabel")
     # on the side of the transcript, so that the arcs of a large graph need no sorting
@@ -366,7 +364,7 @@ def _disambiguated(topology: Topology) -> list[tuple[str, Pronunciation, int]]:
 
 def _with_self_loops(fst: Any) -> Any:
     """Split states by the pdf that leads into them, each with a loop on that pdf."""
-    looped, kaldifst = _new(), _kaldifst()
+    looped, kaldifst = _new(), openfst.toolkit()
     # these loops run for every arc of a graph, up to millions of times
     iterator, new_arc, add = kaldifst.ArcIterator, kaldifst.StdArc, looped.add_arc
     numbers = {(fst.start, EPSILON): looped.start}
@@ -387,7 +385,7 @@ def _with_self_loops(fst: Any) -> Any:
 
 
 def _rewritten(fst: Any, change: Callable[[int, int, float], tuple[int, int, float]]) -> Any:
-    kaldifst = _kaldifst()
+    kaldifst = openfst.toolkit()
     copy, iterator, new_arc = kaldifst.StdVectorFst(), kaldifst.ArcIterator, kaldifst.StdArc
     for _ in range(fst.num_states):
         copy.add_state()
@@ -400,25 +398,20 @@ def _rewritten(fst: Any, change: Callable[[int, int, float], tuple[int, int, flo
 
 
 def _determinize(fst: Any) -> None:
-    if _kaldifst().determinize_star(fst, delta=_PRECISION):
+    if openfst.toolkit().determinize_star(fst, delta=_PRECISION):
         raise DataError("The decoding graph cannot be determinized; check the lexicon for a word "
                         "with two equal pronunciations.")
 
 
 def _new() -> Any:
-    fst = _kaldifst().StdVectorFst()
+    fst = openfst.toolkit().StdVectorFst()
     fst.start = fst.add_state()
     return fst
 
 
 def _add(fst: Any, arc: Arc) -> None:
-    fst.add_arc(arc.source, _kaldifst().StdArc(arc.input, arc.output, arc.cost, arc.target))
+    fst.add_arc(arc.source, openfst.toolkit().StdArc(arc.input, arc.output, arc.cost, arc.target))
 
 
 def _add_epsilon(fst: Any, source: int, target: int) -> None:
     _add(fst, Arc(source, target, EPSILON, EPSILON, 0.0))
-
-
-@functools.cache
-def _kaldifst() -> Any:
-    return imports.load("kaldifst", extra="asr", purpose="Decoding")

@@ -1,10 +1,11 @@
-"""Parser of binary OpenFst files: the types vector and const, with standard arcs.
+"""The transducer library; a parser of binary OpenFst files: vector and const, with standard arcs.
 
 A damaged file raises DataError; a C++ reader may end the process. Letters: S states, A arcs.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd import imports
 from ngsgd.data.kaldi_objects import KaldiFormatError, Source
 from ngsgd.errors import DataError
 
@@ -24,6 +26,12 @@ _ALIGNED_VERSION = 1
 _LONGEST_STRING = 1 << 16
 _ARC = np.dtype([("ilabel", "<i4"), ("olabel", "<i4"), ("weight", "<f4"), ("target", "<i4")])
 _STATE = np.dtype([("final", "<f4"), ("first", "<u4"), ("num_arcs", "<u4"), ("num_epsilons", "<u4", 2)])
+
+
+@functools.cache
+def toolkit() -> Any:
+    """Return the module kaldifst."""
+    return imports.load("kaldifst", extra="asr", purpose="Decoding")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -26,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +35,7 @@ from torch import Tensor
 
 from ngsgd.errors import warn
 from ngsgd.files import cache_folder, new_file
+from ngsgd.shared_work import turn
 
 _VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
             "AVX2": ("-mavx2", "-mfma")}
@@ -48,7 +47,6 @@ COMPILING = "compiling C++ kernels (once, about 10 s)"
 # time after which the process that compiles is not waited for: it may be stopped or hang. Two
 # processes that compile at once make the same library
 PATIENCE_S = 600.0
-_POLL_S = 0.1
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _WRITABLE_BY_OTHERS = 0o022
 # Signatures of compilers in the section .comment.
@@ -258,29 +256,9 @@ def _load(path: Path, content: bytes, name: str) -> ctypes.CDLL:
 def _compiled_once(source: Path, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
     """Compile, unless another process does it meanwhile."""
     folder = _writable_folder()
-    with _turn(folder) if folder else contextlib.nullcontext():
+    # an ended process keeps no lock; on a file system without locks each one compiles
+    with turn(folder, PATIENCE_S) if folder else contextlib.nullcontext():
         return (folder and _loaded(folder / name)) or _compiled(source, flags, name, folder)
-
-
-@contextlib.contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Lock the folder of libraries; the lock of a process ends with it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_POLL_S)
-                continue
-            except OSError:
-                # a file system without locks: each process compiles
-                pass
-            break
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _compiled(source: Path, flags: tuple[str, ...], name: str, folder: Path | None) -> ctypes.CDLL:

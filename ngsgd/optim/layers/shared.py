@@ -23,7 +23,6 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError
 from ngsgd.ops import fisher_projection
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.ops.natural_gradient import FisherState, rescaling
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers.common import LayerContext, LayerPreconditioner, Ranks, upcast
@@ -54,7 +53,7 @@ class _Moments:
         X_ND, state = X_ND.contiguous(), side.current(X_ND)
         projection = fisher_projection.project(X_ND, state.left_RD, one_N, right_RD=state.right_RD, corrects=False)
         found: Number | None = None
-        if X_ND.is_cpu and isinstance(state, FisherState):
+        if X_ND.is_cpu and isinstance(state, ops.FisherState):
             found = fisher_projection.sum_sq_of_residual(projection, side.gram())
         if found is None:
             found = fisher_projection.with_residual(projection, X_ND, state.right_RD, one_N).sum_sq_hat
@@ -126,7 +125,7 @@ class SharedPass:
                                       "squared; lower the learning rate, or skip such minibatches with on_nonfinite=\"skip\".")
         due = [side for side in begun if side.updates_now()]
         products = dict(zip(due, ranks.sums([moments[side].products(side) for side in due]), strict=True))
-        scales = {side: rescaling(moments[side].sum_sq, moments[side].sum_sq_hat) for side in begun}
+        scales = {side: ops.rescaling(moments[side].sum_sq, moments[side].sum_sq_hat) for side in begun}
         if context.sums_row_products:
             _sum_row_products([layer for layer in used if "input" in layer.sides], moments, scales, ranks)
         for layer in used:

@@ -18,14 +18,13 @@ from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import evaluation, scoring, tuning, words
 from ngsgd.asr.decode.decoding import LATTICE_BEAM
-from ngsgd.asr.decode.scoring import Interval, Rules, UtteranceErrors
 from ngsgd.asr.decode.tuning import Calibration, DecodingWeights, ReliabilityBin
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
 from ngsgd.asr.lang import arpa, ngram, vocabulary
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
-from ngsgd.counting import counted
+from ngsgd.asr.transcript import ctm_line
 from ngsgd.errors import ConfigError, DataError, warn
 from ngsgd.files import new_directory, write_text
 from ngsgd.interface import option
@@ -60,7 +59,7 @@ class DecodeRequest:
     tune_on: Path | None = None
     rescore_lm: Path | None = None
     confidences: bool = False
-    rules: Rules = field(default_factory=Rules)
+    rules: scoring.Rules = field(default_factory=scoring.Rules)
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,12 @@ class DataResult:
     weights: DecodingWeights
     tuned: WordErrors | None
     total: WordErrors
-    interval: Interval
+    interval: scoring.Interval
     first_pass: WordErrors | None
     num_changed: int | None
     characters: WordErrors
     unknown: UnknownWords
-    rows: tuple[UtteranceErrors, ...]
+    rows: tuple[scoring.UtteranceErrors, ...]
     speakers: Sequence[str]
     attributes: Mapping[str, Sequence[str]]
     hypotheses: tuple[Hypothesis, ...]
@@ -110,7 +109,7 @@ def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], 
     language = bundle.language
     if language.grammar and request.rescore_lm:
         raise ConfigError("a grammar replaces the language model; use either a grammar or language models.")
-    if request.confidences and request.rules != Rules():
+    if request.confidences and request.rules != scoring.Rules():
         raise ConfigError("confidences are those of the recognized words as they are; use either confidences or "
                           "rules of scoring.")
     # the small files first: an error there is reported before the speech is read
@@ -135,7 +134,7 @@ def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], 
                            for loglik_TP in each("rescoring lattices", speech))
     compared = tuple(map(request.rules, hypotheses))
     total, rows = scoring.score(texts, compared, speech.utt_ids)
-    in_one_case = Rules(ignore_case=request.rules.ignore_case)
+    in_one_case = scoring.Rules(ignore_case=request.rules.ignore_case)
     num_changed = None if request.rules == in_one_case else sum(
         in_one_case(one) != other for before, after in ((speech.texts, texts), (hypotheses, compared))
         for one, other in zip(before, after, strict=True))
@@ -177,9 +176,8 @@ def write(folder: Path, result: DataResult) -> None:
         scoring.write_operations(new / "ops.txt", result.rows)
         scoring.write_recogs(new / "recogs.txt", result.rows)
         if result.hypotheses:
-            # utterance 1 start duration word confidence, times in seconds
             write_text(new / "words.ctm", "".join(
-                f"{row.utt_id} 1 {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
+                ctm_line(row.utt_id, 1, word)
                 for row, one in zip(result.rows, result.hypotheses, strict=True) for word in one.words))
         write_text(new / "wer.json", json.dumps(as_json(result), indent=1))
 
@@ -190,7 +188,7 @@ def tables(result: DataResult) -> dict[str, dict[str, WordErrors]]:
     return {"speaker": scoring.by_group(result.rows, result.speakers), **attributes, "length": by_length(result.rows)}
 
 
-def _by_value(rows: Sequence[UtteranceErrors], values: Sequence[str]) -> dict[str, WordErrors]:
+def _by_value(rows: Sequence[scoring.UtteranceErrors], values: Sequence[str]) -> dict[str, WordErrors]:
     """Errors by an attribute; many different whole numbers, such as ages, are in groups of ten."""
     if len(set(values)) > _MOST_VALUES and all(value.isascii() and value.isdigit() for value in values):
         tens = [int(value) // 10 * 10 for value in values]
@@ -201,7 +199,7 @@ def _by_value(rows: Sequence[UtteranceErrors], values: Sequence[str]) -> dict[st
     return dict(sorted(found.items(), key=lambda one: (int(number[0]) if (number := numbers[one[0]]) else -1, one[0])))
 
 
-def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:
+def by_length(rows: Sequence[scoring.UtteranceErrors]) -> dict[str, WordErrors]:
     """Return the errors of utterances of 0, 1, 2 to 3, 4 to 7, ... words."""
     names = ["0", *(str(low) if high == low + 1 else f"{low}-{high - 1}"
                     for low, high in itertools.pairwise(_LENGTHS)), f"{_LENGTHS[-1]}-"]
@@ -220,12 +218,9 @@ def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet,
         config = replace(config, acoustic_scales=(request.acoustic_scale,))
     if request.word_penalty is not None:
         config = replace(config, word_penalties=(request.word_penalty,))
-    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    every = Progress(progress, f"choosing scale and penalty of {counted(num_settings, 'setting')}",
-                     num_settings * len(tuning_set.texts))
-    return tuning.choose(evaluation.sweep(bundle.unpenalized_graph, config, tuning_set.texts,
-                                          tuning_set.utt_ids, tuning_set.logliks, bundle.language.num_pdfs, every.each,
-                                          request.rules))
+    return tuning.choose(evaluation.sweep(bundle.unpenalized_graph, config, tuning_set.texts, tuning_set.utt_ids,
+                                          tuning_set.logliks, bundle.language.num_pdfs, progress,
+                                          "choosing scale and penalty of {}", request.rules))
 
 
 @dataclass(frozen=True)

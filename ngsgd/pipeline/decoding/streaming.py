@@ -13,8 +13,7 @@ import torch
 
 from ngsgd import interface
 from ngsgd.asr.decode import decoding, evaluation, scoring
-from ngsgd.asr.decode.decoding import Search, StreamingDecoder
-from ngsgd.asr.features.cmvn import GLOBAL, CmnState, OnlineMean, mean_and_deviation
+from ngsgd.asr.features.cmvn import GLOBAL, CmnState, OnlineMean
 from ngsgd.asr.ivectors.model import IvectorStream, SpeakerState, read
 from ngsgd.asr.ivectors.training import SpeakerMemory
 from ngsgd.asr.lang import graphs
@@ -67,7 +66,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
     corpus = refined_corpus(run, model, prior_P)
     torch.set_num_threads(1)
     graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode), setting["word_penalty"])
-    search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
+    search = decoding.Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
     whole = [decoding.best_path(graph, loglik_TP, search).words
              for loglik_TP in log_likelihoods(corpus.test.frames, config.egs, model, prior_P)]
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
@@ -78,7 +77,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
 
     words, seconds = [], []
     for front in _fronts(config, folder, corpus.test):
-        decoder = StreamingDecoder(graph, score, search, left_context=config.egs.left_context,
+        decoder = decoding.StreamingDecoder(graph, score, search, left_context=config.egs.left_context,
                                    right_context=config.egs.right_context, chunk_frames=chunk_frames, side=front.ivectors)
         found, times = _streamed(decoder, front)
         words.append(found)
@@ -102,7 +101,6 @@ class _Front:
     raw_TD: npt.NDArray[np.float32]
     normal_TD: npt.NDArray[np.float32] | None  # if features were normalized beforehand
     mean: OnlineMean | None  # otherwise the mean is subtracted online
-    deviation_D: npt.NDArray[np.float64] | None
     ivectors: IvectorStream | None
 
     def frame(self, t: int) -> npt.NDArray[np.float32]:
@@ -112,9 +110,8 @@ class _Front:
             self.ivectors.accept(raw_1D)
         if self.normal_TD is not None:
             return self.normal_TD[t:t + 1]
-        assert self.mean is not None and self.deviation_D is not None
-        normal_1D = (raw_1D - self.mean.accept(raw_1D)) / self.deviation_D
-        return np.asarray(normal_1D, np.float32)
+        assert self.mean is not None
+        return self.mean.normalized(raw_1D)
 
 
 def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator[_Front]:
@@ -129,17 +126,16 @@ def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator
         raw_TD = speech.raw(u) if extractor or is_online else normal[u]
         if is_online:
             assert speech.cmvn is not None
-            all_speech = speech.cmvn.stats[GLOBAL]
-            mean = OnlineMean(all_speech, means.before(speaker))
-            yield _Front(raw_TD, None, mean, mean_and_deviation(all_speech)[1], stream)
+            mean = OnlineMean(speech.cmvn.stats[GLOBAL], means.before(speaker))
+            yield _Front(raw_TD, None, mean, stream)
             means.after(speaker, mean.heard())
         else:
-            yield _Front(raw_TD, normal[u], None, None, stream)
+            yield _Front(raw_TD, normal[u], None, stream)
         if stream is not None:
             known.after(speaker, stream.finish())
 
 
-def _streamed(decoder: StreamingDecoder, front: _Front) -> tuple[tuple[str, ...], list[float]]:
+def _streamed(decoder: decoding.StreamingDecoder, front: _Front) -> tuple[tuple[str, ...], list[float]]:
     """Return (words, seconds of each call) for frame-by-frame input."""
     seconds: list[float] = []
     for t in range(len(front.raw_TD)):
