@@ -90,6 +90,7 @@ class Simulator:
         # separate, so that other seeds keep their settings and faults
         scenario = scenario.compressed(random.Random(f"delta {seed}"))
         scenario = scenario.with_workers(random.Random(f"workers {seed}"))
+        scenario = scenario.with_snapshots(random.Random(f"snapshots {seed}"))
         scenario = scenario.with_bad_examples(random.Random(f"examples {seed}"))
         baseline = Trial(self._disk, scenario, ())
         baseline.run()

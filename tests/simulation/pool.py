@@ -20,10 +20,11 @@ from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.job import BadBatch, Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef, WorkItem
 from ngsgd.training.parameter_deltas import compress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.snapshots.book import SnapshotBook, takes_snapshots
 from ngsgd.training.validation.bad_batches import INPUT
 from ngsgd.training.validation.checksums import digest, not_finite
-from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
+from tests.simulation.production import ProductionWorker, SimulatedMemories, SimulatedMemory
 from tests.simulation.scenario import Scenario
 from tests.simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
 from tests.simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, World
@@ -64,6 +65,9 @@ class _Running:
     hangs_at: float = math.inf
     # number of changes of its end
     version: int = 0
+    # of its snapshots, until its worker has run it
+    memory: SimulatedMemory | None = None
+    is_preempted: bool = False
 
     def done(self, now: float) -> int:
         passed = (min(now, self.hangs_at) - self.began) / self.minibatch_s
@@ -85,7 +89,7 @@ class _Worker:
     # makes no progress in its next job
     is_hung: bool = False
     # (process, worker of the product)
-    production: tuple[int, Worker] | None = None
+    production: tuple[int, ProductionWorker] | None = None
     is_quarantined: bool = False
 
 
@@ -148,6 +152,7 @@ class FaultyPool:
         self._last_failure: dict[tuple[int, int], int] = {}
         # (outer iteration, job, plan) -> how the job diverges
         self._diverging: dict[tuple[int, int, int], str] = {}
+        self._book = SnapshotBook(SimulatedMemories() if scenario.has_workers and takes_snapshots(self.settings) else None)
         self._refs: set[SimulatedRef] = set()
         self._num_allocated = 0
         self._workers: list[_Worker] = []
@@ -255,7 +260,8 @@ class FaultyPool:
         pace = 1.0 + 0.3 * (worker.index % 3)
         self._current[_key(job)] = job
         self._delivered.pop(_key(job), None)
-        running = _Running(job, self.world.now, self.scenario.minibatch_s * pace, size, ends_after=size)
+        running = _Running(job, self.world.now, self.scenario.minibatch_s * pace, size, ends_after=size,
+                           memory=None if job.repeat else self._book.lend(job, worker.index))
         worker.running = running
         if worker.is_hung:
             running.hangs_at, worker.is_hung = self.world.now, False
@@ -365,7 +371,7 @@ class FaultyPool:
         """Let a fault happen to a job that was just submitted."""
         duration = running.ends_at - self.world.now
         at = fault.value * duration
-        if fault.what in ("kill", "exception", "preempt", "damaged archive"):
+        if fault.what in ("kill", "exception", "preempt", "damaged archive", "torn snapshot"):
             def break_off() -> None:
                 if worker.running is running:
                     self._break(worker, running, fault.what)
@@ -380,13 +386,16 @@ class FaultyPool:
 
     def _break(self, worker: _Worker, running: _Running, how: str) -> None:
         job = running.job
-        if how == "kill":
+        if how in ("kill", "torn snapshot"):
+            self._run_until_death(worker, running, is_torn=how == "torn snapshot")
             self._die(worker, "killed by SIGKILL")
         elif how == "preempt":
+            running.is_preempted = True
             running.num_minibatches = running.done(self.world.now) + 1
             running.ends_after = min(running.ends_after, running.num_minibatches)
             self._schedule_end(worker, running)
         else:
+            self._run_until_death(worker, running)
             worker.running = None
             error = DamagedArchiveError(f"archive {job.shard.archive} is damaged; restore it and resume.",
                                         job.shard.archive) if how == "damaged archive" else None
@@ -395,6 +404,9 @@ class FaultyPool:
     def _die(self, worker: _Worker, reason: str, *, from_outside: bool = False) -> None:
         """End a worker process; another one replaces it."""
         running, worker.running = worker.running, None
+        if running:
+            self._run_until_death(worker, running)
+            self._book.failed(running.job, worker.index, is_gone=not worker.is_quarantined)
         worker.process = next(self._numbers)
         worker.is_hung = False
         if not worker.is_quarantined and self._restarts.allow(worker.index, reason):
@@ -436,13 +448,37 @@ class FaultyPool:
             # dies after its message was sent
             self._after(2 * _LATENCY_S, self._for_process(worker, lambda: self._die(worker, "killed by SIGKILL")))
 
+    def _production(self, worker: _Worker, job: Job) -> ProductionWorker:
+        self.task.current = job.outer_iter, job.job
+        if worker.production is None or worker.production[0] != worker.process:
+            worker.production = worker.process, ProductionWorker(self.request.spec, worker.index)
+        return worker.production[1]
+
+    def _run_until_death(self, worker: _Worker, running: _Running, *, is_torn: bool = False) -> None:
+        """Leave the snapshots that a job has taken so far."""
+        memory, running.memory = running.memory, None
+        if memory is None:
+            return
+        production = self._production(worker, running.job)
+        production.run_until(running.job, memory, running.minibatch_s, dies_after=running.done(self.world.now))
+        if memory.newest()[0] and is_torn:
+            memory.damage()
+
     def _worked(self, worker: _Worker, running: _Running) -> JobResult:
         """Run the job in a production worker."""
-        if worker.production is None or worker.production[0] != worker.process:
-            worker.production = worker.process, Worker(self.request.spec, worker.index)
-        job, done = running.job, itertools.count(1)
-        self.task.current = job.outer_iter, job.job
-        result = worker.production[1].run(job, should_stop=lambda: next(done) >= running.ends_after)
+        job, production = running.job, self._production(worker, running.job)
+        memory, running.memory = running.memory, None
+        result = production.run_until(job, memory, running.minibatch_s, ends_after=running.ends_after,
+                                      is_leaving=running.is_preempted)
+        assert result is not None
+        if result.continued_at:
+            self.world.covered.add(("continued job", self.world.phase))
+            # a stop is noticed after a minibatch
+            ends_after = max(running.ends_after, result.continued_at + 1)
+            again = production.run_until(job, None, running.minibatch_s, ends_after=ends_after)
+            if again is None or again.digest != result.digest or again.remainder != result.remainder:
+                self.world.report(f"job {job.job} of outer iteration {job.outer_iter} has another result after its snapshot of "
+                                  f"minibatch {result.continued_at}")
         sent = SimulatedRef(result.sent.read())
         own = None if result.own is None else sent if result.own.read() is sent.vector else SimulatedRef(result.own.read())
         self._history.trained[f"{result.digest:016x}"] = Altered("", sent.vector.copy(), None if own is None else
@@ -560,6 +596,8 @@ class FaultyPool:
                 return
         elif key not in self._delivered and self._current.get(key, job).plan == job.plan:
             return
+        if is_current and not (isinstance(outcome, JobFailure) and outcome.worker_died):
+            self._book.ended(outcome)
         if is_current and isinstance(outcome, JobResult):
             self._delivered[key] = outcome
             # the coordinator takes both for a failed attempt

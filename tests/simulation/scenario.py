@@ -98,6 +98,13 @@ class Scenario:
             return self
         return replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, built={}, has_workers=True)
 
+    def with_snapshots(self, random: random.Random) -> Scenario:
+        """Draw whether jobs in production workers take snapshots."""
+        if self.policy != "retry" or random.random() >= _WITH_SNAPSHOTS:
+            return self
+        changed = replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, has_workers=True)
+        return changed._with("failure", snapshots="on", snapshot_interval_s=random.choice((0.0, 0.1, 0.5)), snapshot_cost=1.0)
+
     def with_bad_examples(self, random: random.Random) -> Scenario:
         """Draw whether examples are quarantined; a job that is never counted reports none."""
         if self.has_workers or self.policy != "retry" or random.random() >= _WITH_BAD_EXAMPLES:
@@ -140,7 +147,8 @@ class Scenario:
 
 # fraction of the runs in production workers
 _WITH_WORKERS = 0.1
-# fraction of the runs with retries that have a bad example
+# fraction of the runs with retries that take snapshots, and that have a bad example
+_WITH_SNAPSHOTS = 0.1
 _WITH_BAD_EXAMPLES = 0.2
 # fraction of the runs with compressed deltas
 _COMPRESSED = 0.15
@@ -206,6 +214,9 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
         for job in range(num_jobs if random.random() < 0.5 else 0):
             at = outer_iter * counts["job"] // max(1, counts["mean"]) + job
             found.append(Fault("job", at, "duplicate", random.choice((0.5, 2.0))))
+    for _ in range(random.randrange(4) if "snapshots" in failure else 0):
+        found.append(Fault("job", random.randrange(counts["job"] + 1), random.choice(("torn snapshot", "kill", "preempt")),
+                           round(random.uniform(0.3, 1.0), 3)))
     if failure.get("on_bad_batch") == "quarantine":
         found.append(Fault("example", random.randrange(scenario.num_archives), "bad example"))
     # enough workers must be left, and other shards in the same outer iteration

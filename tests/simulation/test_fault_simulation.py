@@ -43,6 +43,13 @@ def test_seeds_that_failed_once_have_no_problem(simulated: Simulator, seed: int)
     assert not verdict.problems, verdict.replay()
 
 
+@pytest.mark.parametrize(("seed", "what"), [(168, "continued job"), (168, "torn snapshot")])
+def test_seeds_reach_the_parts_of_the_system(simulated: Simulator, seed: int, what: str) -> None:
+    verdict = simulated.run(seed)
+    assert not verdict.problems, verdict.replay()
+    assert what in {fault for fault, _ in verdict.covered}
+
+
 def test_a_seed_has_the_same_trace_twice(simulated: Simulator) -> None:
     for seed in range(100, 102):
         first, second = simulated.run(seed, with_lines=True), simulated.run(seed, with_lines=True)
