@@ -226,7 +226,7 @@ class Recomputation:
         for job in (*plan.jobs, *(following.jobs if following else ())):
             line, trained = results.get(job, (None, None))
             # jobs that ran ahead had begun before a result was rejected
-            is_kept = line is not None and (line["event"] == "accepted" or self.outer.overlap)
+            is_kept = line is not None and (line["event"] == "accepted" or following is not None)
             if trained is not None and is_kept and trained.is_finite:
                 if trained.own is not None:
                     own[job] = outer_iter, trained.own

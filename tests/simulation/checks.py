@@ -166,7 +166,7 @@ def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
                     hangs = trial.history.num_hangs[piece] if entry["event"] == "quarantined" else 0
                     num_failures = trial.history.num_failures[piece]
                     # a result that is lost before it is averaged is a failed attempt
-                    if num_failures - hangs + occurred["lose results"] < failure["max_attempts"]:
+                    if num_failures - hangs + occurred["lose results"] + trial.history.num_lost < failure["max_attempts"]:
                         yield f"{where} was given up after {num_failures} failures ({entry['reason']})"
 
 

@@ -76,7 +76,7 @@ class SimulatedMemory:
         return max((0 if header is None else header.num_minibatches, index) for index, header in enumerate(headers))
 
     def damage(self) -> None:
-        """Leave the newest snapshot half-written under a header that is whole."""
+        """Leave the newest snapshot half-written under a complete header."""
         block = self.blocks[self.newest()[1]]
         block[len(block) // 2:] ^= 1
 

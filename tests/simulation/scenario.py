@@ -38,6 +38,8 @@ class Scenario:
     max_restarts: int = 60
     # jobs run in production workers
     has_workers: bool = False
+    # workers keep their results, and take the outer step among themselves
+    has_exchange: bool = False
     # output directory -> its configuration
     built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
 
@@ -105,6 +107,15 @@ class Scenario:
         changed = replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, has_workers=True)
         return changed._with("failure", snapshots="on", snapshot_interval_s=random.choice((0.0, 0.1, 0.5)), snapshot_cost=1.0)
 
+    def with_exchange(self, random: random.Random) -> Scenario:
+        """Draw whether the workers take the outer step."""
+        outer = self.settings["outer"]
+        has_codec = "compression" in self.settings["cluster"]
+        is_possible = not outer.get("overlap") and outer["kind"] != "streaming" and not (has_codec and self.has_workers)
+        if not is_possible or random.random() >= _WITH_EXCHANGE:
+            return self
+        return replace(self._with("cluster", exchange="collective"), has_exchange=True)
+
     def with_bad_examples(self, random: random.Random) -> Scenario:
         """Draw whether examples are quarantined; a job that is never counted reports none."""
         if self.has_workers or self.policy != "retry" or random.random() >= _WITH_BAD_EXAMPLES:
@@ -149,6 +160,8 @@ class Scenario:
 _WITH_WORKERS = 0.1
 # fraction of the runs with retries that take snapshots, and that have a bad example
 _WITH_SNAPSHOTS = 0.1
+# fraction of the runs whose workers take the outer step, if they can
+_WITH_EXCHANGE = 0.12
 _WITH_BAD_EXAMPLES = 0.2
 # fraction of the runs with compressed deltas
 _COMPRESSED = 0.15
@@ -167,6 +180,8 @@ _OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), (
               *((f"power cut {kind}", 2) for kind in KINDS))
 # fraction of the faults of jobs that the next jobs have, too
 _BURSTS = 0.3
+# transfers of a step: of the shards, and of the model
+_EXCHANGE, _TRANSFERS = ("kill", "silent", "link", "damage"), 2
 _SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 
 
@@ -230,6 +245,15 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
         if number < scenario.num_archives * scenario.shards_per_archive:
             found.append(Fault("shard", archive, "poison", float(frame)))
     return found
+
+
+def draw_exchange(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw faults of workers that take the outer step."""
+    if not scenario.has_exchange:
+        return []
+    found = [Fault("exchange", random.randrange(2 * counts["exchange"] + 2), random.choice(_EXCHANGE),
+                   float(random.randrange(_TRANSFERS))) for _ in range(random.choice((0, 1, 2, 4)))]
+    return [*found, *([Fault("port", random.randrange(counts["port"] + 1), "no port")] if random.random() < 0.2 else [])]
 
 
 def draw_rare(random: random.Random, phases: Mapping[str, Sequence[str]], counts: Counter[str], scenario: Scenario) -> list[Fault]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ngsgd.runs.config_file import read_config
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.job import Job
+from tests.simulation import exchange
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.pool import FaultyPool, History
 from tests.simulation.scenario import Scenario
@@ -102,7 +104,7 @@ class Trial:
         self.disk.on_rename, self.disk.on_sync = self._see_rename, self._see_sync
         limit = 3 + 2 * len(self.faults)
         try:
-            with patch.object(RunConfig, "job_states_interval", self.scenario.job_states_interval):
+            with patch.object(RunConfig, "job_states_interval", self.scenario.job_states_interval), self._network():
                 while len(self.lives) < limit and not self._live(f"host-{len(self.lives)}"):
                     self.world.advance(_RESTART_S)
         except NoProgressError as error:
@@ -116,6 +118,11 @@ class Trial:
         final = self.folder / "final" / "model.safetensors"
         if final.exists():
             self.final = hashlib.sha256(final.read_bytes()).hexdigest()
+
+    def _network(self) -> AbstractContextManager[None]:
+        if not self.scenario.has_exchange:
+            return nullcontext()
+        return exchange.simulated(self.world, has_codec=self.config.cluster.codec is not None)
 
     @property
     def is_finished(self) -> bool:
