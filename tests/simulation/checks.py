@@ -108,7 +108,8 @@ def _lost_commits(trial: Trial) -> Iterator[str]:
 def _shards(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
     """Every pass of the schedule must be planned once, in order."""
     schedule = trial.task.shards().schedule(trial.config.schedule)
-    wanted = [schedule.shard(number) for number in range(sum(one.num_jobs for one in schedule.outer_iterations()))]
+    own = trial.config.sites.own_jobs or slice(None)
+    wanted = [shard for one in schedule.outer_iterations() for shard in one.shards[own]]
     fresh = [piece for one in done for _, entry in sorted(one.planned.items()) for piece in entry["pieces"]
              if piece[2] == one.outer_iter]
     passes = {(outer_iter, job): (archive, frame) for archive, frame, outer_iter, job, _, _ in fresh}

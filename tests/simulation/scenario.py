@@ -40,6 +40,8 @@ class Scenario:
     has_workers: bool = False
     # workers keep their results, and take the outer step among themselves
     has_exchange: bool = False
+    # the run is one of several sites
+    has_sites: bool = False
     # output directory -> its configuration
     built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
 
@@ -116,6 +118,26 @@ class Scenario:
             return self
         return replace(self._with("cluster", exchange="collective"), has_exchange=True)
 
+    def with_sites(self, random: random.Random) -> Scenario:
+        """Draw whether the run is one of two or three sites."""
+        if random.random() >= _WITH_SITES:
+            return self
+        settings, num_jobs = self.settings, self.settings["schedule"]["num_jobs_final"]
+        outer = {key: value for key, value in settings["outer"].items() if key in ("kind", "gain")}
+        if outer["kind"] == "streaming":
+            outer = {"kind": random.choice(("average", "bmuf", "diloco"))}
+        jobs = {"a": num_jobs, "b": random.choice((1, 2)), **random.choice(({}, {}, {"c": 1}))}
+        sites = {"jobs": jobs, "name": "a", "exchange": "s3://simulated/sites", "period": random.choice((1, 1, 2)),
+                 "delay": random.choice((0, 1)), "compression": random.choice(("none", "none", "int8", "sparse")),
+                 "wait_s": random.choice((2.0, 10.0))}
+        schedule = {name: value for name, value in settings["schedule"].items() if name != "sync_interval_s"}
+        total = sum(jobs.values())
+        schedule |= {"num_jobs_initial": total, "num_jobs_final": total, "load_balancing": "none",
+                     "num_epochs": 3.0 * schedule["num_epochs"]}
+        cluster, failure = {**settings["cluster"], "elastic": False}, {**settings["failure"], "policy": "retry"}
+        return replace(self, has_locks=True, has_sites=True, settings={
+            **settings, "outer": outer, "schedule": schedule, "cluster": cluster, "failure": failure, "sites": sites})
+
     def with_bad_examples(self, random: random.Random) -> Scenario:
         """Draw whether examples are quarantined; a job that is never counted reports none."""
         if self.has_workers or self.policy != "retry" or random.random() >= _WITH_BAD_EXAMPLES:
@@ -160,6 +182,8 @@ class Scenario:
 _WITH_WORKERS = 0.1
 # fraction of the runs with retries that take snapshots, and that have a bad example
 _WITH_SNAPSHOTS = 0.1
+# fraction of the runs that are one of several sites
+_WITH_SITES = 0.12
 # fraction of the runs whose workers take the outer step, if they can
 _WITH_EXCHANGE = 0.12
 _WITH_BAD_EXAMPLES = 0.2
@@ -182,6 +206,7 @@ _OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), (
 _BURSTS = 0.3
 # transfers of a step: of the shards, and of the model
 _EXCHANGE, _TRANSFERS = ("kill", "silent", "link", "damage"), 2
+_REQUEST = ("kill", "kill after", "slow", "lost", "unreachable")
 _SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 
 
@@ -254,6 +279,19 @@ def draw_exchange(random: random.Random, counts: Counter[str], scenario: Scenari
     found = [Fault("exchange", random.randrange(2 * counts["exchange"] + 2), random.choice(_EXCHANGE),
                    float(random.randrange(_TRANSFERS))) for _ in range(random.choice((0, 1, 2, 4)))]
     return [*found, *([Fault("port", random.randrange(counts["port"] + 1), "no port")] if random.random() < 0.2 else [])]
+
+
+def draw_sites(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw faults of the exchange among sites, and of the others."""
+    if not scenario.has_sites:
+        return []
+    # an answer that is lost divides two averages of the last outer iteration, if one is delayed
+    kinds = _REQUEST[:3] if scenario.settings["sites"]["delay"] else _REQUEST
+    found = [Fault("request", random.randrange(counts["request"] + 1), random.choice(kinds), 20.0)
+             for _ in range(random.choice((0, 1, 3)))]
+    for what in ("late site", "damaged delta"):
+        found += [Fault("site", random.randrange(1, 8), what)] if random.random() < 0.3 else []
+    return found
 
 
 def draw_rare(random: random.Random, phases: Mapping[str, Sequence[str]], counts: Counter[str], scenario: Scenario) -> list[Fault]:

@@ -92,7 +92,7 @@ class SimulatedStore:
         return found
 
 
-class _Inline(Executor):
+class Inline(Executor):
     """Runs the functions of a pool of threads one after another."""
 
     def __init__(self, *_arguments: object) -> None:
@@ -122,7 +122,7 @@ class StoredTrial:
     def run(self) -> list[str]:
         """Return the problems."""
         with patch.object(leases, "threading", self.machines.threads()), \
-                patch.object(stored_folder, "ThreadPoolExecutor", _Inline), \
+                patch.object(stored_folder, "ThreadPoolExecutor", Inline), \
                 patch.object(process_identity, "current", lambda: {"host": self.machines.machine.name}), \
                 patch.object(process_identity, "is_here", lambda identity: False):
             trainers = [Machine("first"), Machine("second")]
