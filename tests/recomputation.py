@@ -155,11 +155,14 @@ class Recomputation:
         if self.sites.jobs:
             self._rounds = {line["outer_iter"]: int(line["numbers"]["site.round"]) for _, line in lines
                             if line["event"] == "committed"}
-        for process, line in lines:
-            if line["event"] == "started":
-                self._start(process, line["after"])
-            elif process in self._processes:
-                self._read(self._processes[process], line)
+        for number, (process, line) in enumerate(lines, 1):
+            try:
+                if line["event"] == "started":
+                    self._start(process, line["after"])
+                elif process in self._processes:
+                    self._read(self._processes[process], line)
+            except KeyError as error:
+                return [*self.problems, f"line {number} of the ledger needs {error}, which no line before it has"]
         return self.problems
 
     def _start(self, number: int, after: int) -> None:

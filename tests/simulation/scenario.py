@@ -133,7 +133,9 @@ class Scenario:
         schedule = {name: value for name, value in settings["schedule"].items() if name != "sync_interval_s"}
         total = sum(jobs.values())
         schedule |= {"num_jobs_initial": total, "num_jobs_final": total, "load_balancing": "none",
-                     "num_epochs": 3.0 * schedule["num_epochs"]}
+                     "num_epochs": 3.0 * schedule["num_epochs"],
+                     # jobs have the learning rates of a run of this site alone
+                     **{name: schedule[name] * num_jobs / total for name in ("lr_initial", "lr_final")}}
         cluster, failure = {**settings["cluster"], "elastic": False}, {**settings["failure"], "policy": "retry"}
         return replace(self, has_locks=True, has_sites=True, settings={
             **settings, "outer": outer, "schedule": schedule, "cluster": cluster, "failure": failure, "sites": sites})
