@@ -85,14 +85,20 @@ def test_the_next_holder_continues_and_removes_what_a_killed_one_left(store: Obj
         folder = StoredFolder(store, first, lease)
         fill(first, 0)
         folder.publish()
+        before = newest(store)
+        fill(first, 1)
+        folder.publish()
         store.put(f"objects/{lease.fence:06d}-{'0' * 64}", b"not committed")
     with Lease(store, "resume") as lease:
         fetch(store, newest(store), second)
         folder = StoredFolder(store, second, lease)
         folder.remove_abandoned()
-        assert not any(key.endswith("0" * 64) for key in store.keys("objects"))
-        fill(second, 1)
+        # a process that began to read the commit before the newest one finds its objects
+        fetch(store, before, tmp_path / "reader")
+        fill(second, 2)
         folder.publish()
+        assert not any(key.endswith("0" * 64) for key in store.keys("objects"))
+        assert not before.keys() & set(store.keys("objects")) - newest(store).keys()
     fetch(store, newest(store), tmp_path / "third")
     assert content(tmp_path / "third") == content(second)
 

@@ -108,10 +108,11 @@ class _Group:
             links.changed.wait_for(lambda: len(sent) == self.size or bool(links.gone - sent.keys()))
             if len(sent) < self.size:
                 raise RuntimeError("a member is gone")
-            received = np.concatenate([sent[other][self.rank] for other in range(self.size)])
-        if what == "damage" and len(received):
-            received[len(received) // 2] ^= 1
-        return received
+            parts = [sent[other][self.rank].copy() for other in range(self.size)]
+        # its own part stays in the process
+        for part in parts[:self.rank] + parts[self.rank + 1:] if what == "damage" else ():
+            part[:1] ^= 1
+        return np.concatenate(parts)
 
     def expect(self, fault: Fault | None) -> None:
         """Let a fault occur in a transfer of the next step."""
