@@ -158,7 +158,7 @@ class StoredFolder:
         self.manifest = manifest
 
     def remove_abandoned(self) -> None:
-        """Let the next commit remove what killed processes left, and commits that may be read now."""
+        """Let the next commit remove what killed processes left, and earlier commits."""
         used = {*self.manifest.keys(), self.lease.head.manifest}
         found = [*self.store.keys(OBJECTS), *self.store.keys(MANIFESTS)]
         self._unused += [key for key in found
