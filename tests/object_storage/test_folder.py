@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.errors import CheckpointError
+from ngsgd.object_storage import folder as stored_folder
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import Manifest, StoredFolder, fetch, newest_manifest
 from ngsgd.object_storage.lease import HEAD, Lease
@@ -67,6 +68,24 @@ def test_unused_objects_are_removed(store: ObjectStore, tmp_path: Path) -> None:
     # those of the newest two commits
     assert num_objects <= 2 * 3 + 6
     assert len(list(store.keys("manifests"))) <= 3
+
+
+def test_a_reader_whose_commit_was_removed_reads_the_next_one(store: ObjectStore, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lease(store, "train") as lease:
+        folder, tries = StoredFolder(store, tmp_path, lease), list[str]()
+        folder.publish()
+        read = stored_folder.read_manifest
+
+        def removed_once(store: ObjectStore, key: str, digest: str) -> Manifest:
+            tries.append(key)
+            if len(tries) == 1:
+                folder.publish()
+                raise CheckpointError("it does not exist")
+            return read(store, key, digest)
+        monkeypatch.setattr(stored_folder, "read_manifest", removed_once)
+        assert newest(store).number == 2
+        assert len(tries) == 2
 
 
 def test_equal_files_are_stored_once(store: ObjectStore, tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def false_alarms(trial: Trial) -> Iterator[str]:
                    f"named {line['faulty']}")
         if line["outcome"] == "agreed":
             right |= {worker for worker, _ in line["runs"]}
+    for event in read_json_lines(trial.folder / "events.jsonl"):
+        if event.get("what") == "worker_quarantined" and not event["message"].startswith(f"worker {event['worker']} "):
+            yield f"worker {event['worker']} is in quarantine, and the message says: {event['message']}"
     # with compression rounding may remove a wrong bit from all that a job contributes
     if not has_others and right & faulty and trial.config.cluster.codec is None:
         yield f"wrong results of workers {sorted(right & faulty)} agreed with right ones"
