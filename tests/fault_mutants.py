@@ -1,7 +1,8 @@
 """Whether simulated faults or tests find planted bugs: `python -m tests.fault_mutants [NAME ...]`.
 
 Each mutant is one change of the product. In a copy of the package the change is made, and
-`tests.simulation` runs seeds until one fails. If none does, the tests of the mutant are run.
+`tests.simulation` runs seeds until one fails. If none does, the tests of the mutant are run; for
+mutants made from the source, the tests come first.
 Mutants with a commit are bugs that this commit fixed. `--write PAGE` replaces the table in a page
 of the documentation.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import os
 import re
 import shutil
 import sys
@@ -20,13 +22,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 # imported before the forks
+import pytest
 import safetensors.torch  # noqa: F401
 import torch  # noqa: F401
 import yaml  # noqa: F401
 
-from tests import mutants
 from tests.generated_mutants import sample
-from tests.mutants import FAILED, REPOSITORY, BrokenRunError, Mutant, apply
+from tests.mutants import REPOSITORY, BrokenRunError, Mutant, apply
 
 COORDINATOR = "ngsgd/training/coordinator.py"
 DISPATCHER = "ngsgd/training/dispatcher.py"
@@ -66,7 +68,7 @@ class FaultMutant(NamedTuple):
     new: str
     # the commit that fixed this bug; empty: it never existed
     commit: str = ""
-    # tests that may find it if the simulation does not
+    # tests that may find it
     tests: tuple[str, ...] = ()
 
 
@@ -217,7 +219,8 @@ def main(arguments: list[str]) -> int:
     rows, survivors = [], []
     for mutant in chosen[first::step]:
         began = time.monotonic()
-        output = _output(mutant, options.seconds, options.seeds)
+        # a mutant of the source may not even run, or never end
+        output = _output(mutant, options.seconds, options.seeds, tests_first=bool(of_source))
         row = row_of(mutant, output, time.monotonic() - began)
         print(row, flush=True)
         rows.append(row)
@@ -228,56 +231,60 @@ def main(arguments: list[str]) -> int:
     return int(len(survivors) > _MAX_SURVIVORS)
 
 
-def _output(mutant: FaultMutant, seconds: float, seeds: int) -> str:
+def _output(mutant: FaultMutant, seconds: float, seeds: int, *, tests_first: bool) -> str:
     """Output of the simulation or of the tests that found a mutant; empty if none did."""
-    try:
-        output = found_by(mutant, seconds, seeds)
-        if "replay:" in output or not mutant.tests:
-            return output
-        code, output = mutants.run(Mutant(*mutant[:4], mutant.tests), list(mutant.tests))
-    except BrokenRunError as error:
-        # a mutant of the source may not even run
-        if mutant in MUTANTS:
-            raise
-        return f"FAILED {error}"
-    return f"FAILED {output}" if code == FAILED else ""
-
-
-def found_by(mutant: FaultMutant, seconds: float, seeds: int) -> str:
-    """Run seeds on a copy of the package with the mutant, until one fails; return the output."""
-    assert "ngsgd" not in sys.modules
+    output = ""
     with tempfile.TemporaryDirectory(prefix="fault-mutant-") as folder:
         copy = Path(folder)
         # links are followed: ngsgd/launcher and ngsgd/conf
         shutil.copytree(REPOSITORY / "ngsgd", copy / "ngsgd", ignore=shutil.ignore_patterns("__pycache__"))
         apply(Mutant(mutant.name, mutant.file, mutant.old, mutant.new, ()), copy)
-        output = copy / "output"
-        # a fork has torch already, whose import takes longer than many seeds
-        process = multiprocessing.get_context("fork").Process(target=_simulate, args=(copy, output, seconds, seeds))
-        process.start()
+        simulation = (["--until-failure", "--seeds", str(seeds), "--seconds", str(seconds)], "replay:")
+        tests = (["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not services and not faults", *mutant.tests], "FAILED")
+        for arguments, sign in (tests, simulation) if tests_first else (simulation, tests):
+            code, output = run_in(copy, arguments, 3 * seconds) if mutant.tests or arguments[0] != "-x" else (0, "")
+            if sign in output or code not in (0, 1):
+                if code not in (0, 1) and mutant in MUTANTS:
+                    raise BrokenRunError(f"{mutant.name} could not run:\n{output[-3000:]}")
+                return output if sign in output else f"FAILED {output}"
+    return ""
+
+
+def run_in(copy: Path, arguments: list[str], limit_s: float) -> tuple[int | None, str]:
+    """Run pytest or the simulation on a copy of the package; return (exit code, output)."""
+    assert "ngsgd" not in sys.modules
+    output = copy / "output"
+    # a fork has torch already, whose import takes longer than many seeds
+    process = multiprocessing.get_context("fork").Process(target=_work, args=(copy, output, arguments))
+    process.start()
+    process.join(limit_s)
+    if process.is_alive():
+        process.kill()
         process.join()
-        text = output.read_text(encoding="utf-8")
-    if process.exitcode not in (0, 1) or "Traceback" in text:
-        raise BrokenRunError(f"{mutant.name}: the simulation could not run:\n{text[-3000:]}")
-    return text
+    return process.exitcode, output.read_text(encoding="utf-8")
 
 
-def _simulate(copy: Path, output: Path, seconds: float, seeds: int) -> None:
-    """Run the command in this process, with the package of `copy`."""
+def _work(copy: Path, output: Path, arguments: list[str]) -> None:
+    """Run one of the two commands in this process, with the package of `copy`."""
     sys.path.insert(0, str(copy))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), str(REPOSITORY)])
     with output.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         import ngsgd
-        from tests.simulation import __main__ as simulation
 
         # an editable install must not be tested
         assert ngsgd.__file__ and Path(ngsgd.__file__).is_relative_to(copy), ngsgd.__file__
-        code = simulation.main(["--until-failure", "--seeds", str(seeds), "--seconds", str(seconds)])
-    sys.exit(code)
+        if arguments[0] == "-x":
+            code = int(pytest.main(arguments))
+        else:
+            from tests.simulation import __main__ as simulation
+            code = simulation.main(arguments)
+    # threads of a broken product may be left
+    os._exit(code)
 
 
 def row_of(mutant: FaultMutant, output: str, seconds: float) -> str:
     about = f"| {mutant.name} | {Path(mutant.file).name} | {mutant.commit or 'never existed'} |"
-    if output.startswith("FAILED "):
+    if "FAILED" in output:
         test = re.search(r"^FAILED (tests/\S+)", output, re.MULTILINE)
         return f"{about} {f'test {test[1]}' if test else 'the code does not run'} | | | {seconds:.0f} |"
     if "replay:" not in output:

@@ -158,11 +158,11 @@ class StoredFolder:
         self.manifest = manifest
 
     def remove_abandoned(self) -> None:
-        """Remove the objects of killed processes that no manifest contains."""
+        """Let the next commit remove what killed processes left, and earlier commits."""
         used = {*self.manifest.keys(), self.lease.head.manifest}
         found = [*self.store.keys(OBJECTS), *self.store.keys(MANIFESTS)]
-        self.store.delete([key for key in found
-                           if key not in used and (match := _KEY.fullmatch(key)) and int(match[1]) < self.lease.fence])
+        self._unused += [key for key in found
+                         if key not in used and (match := _KEY.fullmatch(key)) and int(match[1]) < self.lease.fence]
 
     def _store_files(self, names: Sequence[str], connections: Executor) -> dict[str, Part]:
         """Store the files that changed; equal files are stored once."""

@@ -42,7 +42,6 @@ from tests.toy import Recorder, Run, config
 
 KINDS = ("SIGKILL",) * 7 + ("SIGSTOP", "SIGTERM", "exception")   # kill -9 mostly
 _NUM_MINIBATCHES = 5           # of a job
-_WAKE_S = 5.0  # after which a stopped process is sent a SIGCONT, if it is still there
 
 
 @dataclass(frozen=True)
@@ -163,21 +162,13 @@ class BadLuck(Trouble):
 
 
 def strike(pool: ProcessPool, folder: Path, kind: str, index: int) -> None:
-    """Inject a fault into the worker `index`."""
+    """Inject a fault into a worker; a stopped one stays stopped until the pool kills it."""
     if kind == "exception":
         (folder / f"raise-{index}").touch()
         return
     process_id = pool.process_ids()[index]
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, getattr(signal, kind))
-
-    def wake() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, signal.SIGCONT)
-    if kind == "SIGSTOP":
-        waker = threading.Timer(_WAKE_S, wake)
-        waker.daemon = True
-        waker.start()
 
 
 class Times(Recorder):

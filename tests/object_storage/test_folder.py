@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.errors import CheckpointError
+from ngsgd.object_storage import folder as stored_folder
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import Manifest, StoredFolder, fetch, newest_manifest
 from ngsgd.object_storage.lease import HEAD, Lease
@@ -69,6 +70,24 @@ def test_unused_objects_are_removed(store: ObjectStore, tmp_path: Path) -> None:
     assert len(list(store.keys("manifests"))) <= 3
 
 
+def test_a_reader_whose_commit_was_removed_reads_the_next_one(store: ObjectStore, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lease(store, "train") as lease:
+        folder, tries = StoredFolder(store, tmp_path, lease), list[str]()
+        folder.publish()
+        read = stored_folder.read_manifest
+
+        def removed_once(store: ObjectStore, key: str, digest: str) -> Manifest:
+            tries.append(key)
+            if len(tries) == 1:
+                folder.publish()
+                raise CheckpointError("it does not exist")
+            return read(store, key, digest)
+        monkeypatch.setattr(stored_folder, "read_manifest", removed_once)
+        assert newest(store).number == 2
+        assert len(tries) == 2
+
+
 def test_equal_files_are_stored_once(store: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     for name in ("a", "models/b", "models/c"):
@@ -85,14 +104,20 @@ def test_the_next_holder_continues_and_removes_what_a_killed_one_left(store: Obj
         folder = StoredFolder(store, first, lease)
         fill(first, 0)
         folder.publish()
+        before = newest(store)
+        fill(first, 1)
+        folder.publish()
         store.put(f"objects/{lease.fence:06d}-{'0' * 64}", b"not committed")
     with Lease(store, "resume") as lease:
         fetch(store, newest(store), second)
         folder = StoredFolder(store, second, lease)
         folder.remove_abandoned()
-        assert not any(key.endswith("0" * 64) for key in store.keys("objects"))
-        fill(second, 1)
+        # a process that began to read the commit before the newest one finds its objects
+        fetch(store, before, tmp_path / "reader")
+        fill(second, 2)
         folder.publish()
+        assert not any(key.endswith("0" * 64) for key in store.keys("objects"))
+        assert not before.keys() & set(store.keys("objects")) - newest(store).keys()
     fetch(store, newest(store), tmp_path / "third")
     assert content(tmp_path / "third") == content(second)
 

@@ -22,7 +22,7 @@ import torch
 from ngsgd.cluster.newborn import die_with_parent
 from tests.simulation import checks
 from tests.simulation.disk import SimulatedDisk
-from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker, draw_lasting, draw_rare
+from tests.simulation.scenario import Scenario, draw_exchange, draw_faults, draw_faulty_worker, draw_lasting, draw_rare, draw_sites
 from tests.simulation.stored import StoredTrial
 from tests.simulation.trial import Trial
 from tests.simulation.world import Fault
@@ -89,7 +89,10 @@ class Simulator:
             scenario = scenario.fully_audited()
         # separate, so that other seeds keep their settings and faults
         scenario = scenario.compressed(random.Random(f"delta {seed}"))
+        scenario = scenario.with_sites(random.Random(f"sites {seed}"))
         scenario = scenario.with_workers(random.Random(f"workers {seed}"))
+        scenario = scenario.with_snapshots(random.Random(f"snapshots {seed}"))
+        scenario = scenario.with_exchange(random.Random(f"collective {seed}"))
         scenario = scenario.with_bad_examples(random.Random(f"examples {seed}"))
         baseline = Trial(self._disk, scenario, ())
         baseline.run()
@@ -104,6 +107,8 @@ class Simulator:
         faults += draw_faulty_worker(chance, scenario)
         faults += draw_rare(random.Random(f"rare {seed}"), baseline.world.phases, baseline.world.counts, scenario)
         faults += draw_lasting(random.Random(f"lasting {seed}"), baseline.world.counts, scenario)
+        faults += draw_exchange(random.Random(f"exchange {seed}"), baseline.world.counts, scenario)
+        faults += draw_sites(random.Random(f"rounds {seed}"), baseline.world.counts, scenario)
         numbers = range(len(faults)) if kept is None else [number for number in kept if number < len(faults)]
         lines: list[str] | None = [] if with_lines else None
         trial = Trial(self._disk, scenario, tuple(faults[number] for number in numbers), lines)

@@ -79,6 +79,9 @@ def false_alarms(trial: Trial) -> Iterator[str]:
                    f"named {line['faulty']}")
         if line["outcome"] == "agreed":
             right |= {worker for worker, _ in line["runs"]}
+    for event in read_json_lines(trial.folder / "events.jsonl"):
+        if event.get("what") == "worker_quarantined" and not event["message"].startswith(f"worker {event['worker']} "):
+            yield f"worker {event['worker']} is in quarantine, and the message says: {event['message']}"
     # with compression rounding may remove a wrong bit from all that a job contributes
     if not has_others and right & faulty and trial.config.cluster.codec is None:
         yield f"wrong results of workers {sorted(right & faulty)} agreed with right ones"
@@ -108,7 +111,8 @@ def _lost_commits(trial: Trial) -> Iterator[str]:
 def _shards(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
     """Every pass of the schedule must be planned once, in order."""
     schedule = trial.task.shards().schedule(trial.config.schedule)
-    wanted = [schedule.shard(number) for number in range(sum(one.num_jobs for one in schedule.outer_iterations()))]
+    own = trial.config.sites.own_jobs or slice(None)
+    wanted = [shard for one in schedule.outer_iterations() for shard in one.shards[own]]
     fresh = [piece for one in done for _, entry in sorted(one.planned.items()) for piece in entry["pieces"]
              if piece[2] == one.outer_iter]
     passes = {(outer_iter, job): (archive, frame) for archive, frame, outer_iter, job, _, _ in fresh}
@@ -166,7 +170,7 @@ def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
                     hangs = trial.history.num_hangs[piece] if entry["event"] == "quarantined" else 0
                     num_failures = trial.history.num_failures[piece]
                     # a result that is lost before it is averaged is a failed attempt
-                    if num_failures - hangs + occurred["lose results"] < failure["max_attempts"]:
+                    if num_failures - hangs + occurred["lose results"] + trial.history.num_lost < failure["max_attempts"]:
                         yield f"{where} was given up after {num_failures} failures ({entry['reason']})"
 
 

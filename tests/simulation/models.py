@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,9 +11,10 @@ import numpy as np
 from ngsgd.ops.compression import decode, encode
 from ngsgd.schedules import Shard
 from ngsgd.training.parameter_vector import FlatLayout
+from ngsgd.training.sites.contribution import from_bytes
 from ngsgd.training.task import seeded_model
 from ngsgd.training.validation.checksums import digest
-from tests.recomputation import Line, Recomputation, Start, Trained, Vector
+from tests.recomputation import Line, Recomputation, Round, Start, Trained, Vector
 from tests.simulation.task import EXAMPLES, objective, rate_of, trained
 from tests.simulation.trial import Trial
 
@@ -25,7 +28,9 @@ def problems(trial: Trial) -> Iterator[str]:
     model = seeded_model(task, config.seed)
     layout = FlatLayout.of(model)
     recomputed = Recomputation(config, (task.grid.num_archives, task.grid.shards_per_archive), layout.flatten(model.state_dict()),
-                               list(layout.by_name().items()), lambda line, start: _job(trial, recomputed, line, start))
+                               list(layout.by_name().items()), lambda line, start: _job(trial, recomputed, line, start),
+                               lambda number: _round(trial, number))
+    recomputed.compares_deltas = not trial.faults and config.sites.compression == "none"
     if found := recomputed.read(trial.ledger_lines()):
         yield from found
         return
@@ -35,6 +40,23 @@ def problems(trial: Trial) -> Iterator[str]:
     yield from _seeds(trial)
     if trial.final != recomputed.digest(max(recomputed.finals(kept), key=objective)):
         yield f"the final model is {trial.final[:12]}, which does not follow from the ledger"
+
+
+def _round(trial: Trial, number: int) -> Round:
+    """A closed round of the sites, from its objects."""
+    assert trial.sites
+    objects, sites = trial.sites.objects, trial.config.sites
+    closed = json.loads(objects[f"rounds/{number:06d}/closed.json"][0])
+    deltas, own = [], None
+    for site in sorted(closed["digests"]):
+        content = objects[f"rounds/{number:06d}/{site}.safetensors"][0]
+        if hashlib.sha256(content).hexdigest() != closed["digests"][site]:
+            raise AssertionError(f"round {number} has another delta of site {site}")
+        delta, about = from_bytes(content, trial.sites.layout)
+        deltas.append((sites.counts[site], delta))
+        if site == sites.name:
+            own = delta, about.outer_iter
+    return Round(deltas, own, sites.name in closed["rejected"])
 
 
 def _seeds(trial: Trial) -> Iterator[str]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ngsgd.cluster.exchange.collective import FetchRequest, RemoteResultRef, StepRequest
+from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
 from ngsgd.cluster.restarts import Restarts, distrusted
 from ngsgd.errors import ClusterError, DamagedArchiveError
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer
@@ -20,10 +22,12 @@ from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.job import BadBatch, Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef, WorkItem
 from ngsgd.training.parameter_deltas import compress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.snapshots.book import SnapshotBook, takes_snapshots
 from ngsgd.training.validation.bad_batches import INPUT
 from ngsgd.training.validation.checksums import digest, not_finite
-from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
+from tests.simulation.exchange import Owner, steps
+from tests.simulation.production import ProductionWorker, SimulatedMemories, SimulatedMemory
 from tests.simulation.scenario import Scenario
 from tests.simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
 from tests.simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, World
@@ -64,6 +68,12 @@ class _Running:
     hangs_at: float = math.inf
     # number of changes of its end
     version: int = 0
+    # of its snapshots, until its worker has run it
+    memory: SimulatedMemory | None = None
+    is_preempted: bool = False
+    # the job as its worker gets it; whether the result stays there
+    given: Job | None = None
+    is_kept: bool = False
 
     def done(self, now: float) -> int:
         passed = (min(now, self.hangs_at) - self.began) / self.minibatch_s
@@ -85,8 +95,10 @@ class _Worker:
     # makes no progress in its next job
     is_hung: bool = False
     # (process, worker of the product)
-    production: tuple[int, Worker] | None = None
+    production: tuple[int, ProductionWorker] | None = None
     is_quarantined: bool = False
+    # keeps results for the exchange
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,8 @@ class History:
     trained: dict[str, Altered] = field(default_factory=dict)
     # name -> outer iteration in which it was reported last
     bad_examples: dict[str, int] = field(default_factory=dict)
+    # results that were lost with their workers, or damaged in a transfer
+    num_lost: int = 0
     # outer iteration -> plans of it that were begun, as (pool, number of the plan)
     plans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -148,6 +162,10 @@ class FaultyPool:
         self._last_failure: dict[tuple[int, int], int] = {}
         # (outer iteration, job, plan) -> how the job diverges
         self._diverging: dict[tuple[int, int, int], str] = {}
+        self._book = SnapshotBook(SimulatedMemories() if scenario.has_workers and takes_snapshots(self.settings) else None)
+        self._exchange = Exchange("simulated", codec=self.settings.cluster.codec) if scenario.has_exchange else None
+        # vector -> digest, of published ones
+        self._digests: dict[int, int] = {}
         self._refs: set[SimulatedRef] = set()
         self._num_allocated = 0
         self._workers: list[_Worker] = []
@@ -168,10 +186,12 @@ class FaultyPool:
         self._num_allocated += 1
         write(vector := np.empty(self.layout.size, np.float32))
         self._refs.add(ref := SimulatedRef(vector))
+        self._digests[id(ref)] = digest(vector)
         return ref
 
     def release(self, ref: VectorRef) -> None:
-        assert isinstance(ref, SimulatedRef)
+        if not isinstance(ref, SimulatedRef):
+            return
         # releasing again is harmless until the memory is used for another vector
         if ref.released_at is not None and ref.released_at != self._num_allocated:
             self.world.report("a vector was released twice")
@@ -181,7 +201,7 @@ class FaultyPool:
 
     def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo) -> bool:
         for result in results:
-            if digest(result.sent.read()) != result.digest:
+            if result.sent.is_here and digest(result.sent.read()) != result.digest:
                 self.world.report(f"a damaged result of outer iteration {result.job.outer_iter} was averaged")
         self.world.phase = "averages"
         for fault in self._due("mean"):
@@ -191,7 +211,60 @@ class FaultyPool:
                     self._delivered.pop(_key(one.job), None)
                 raise ResultsLost([JobFailure(one.job, one.worker, "its result is lost", True, from_outside=True)
                                    for one in lost])
-        return False
+        if self._exchange is None:
+            return False
+        try:
+            return self._exchange.step(optimizer, results, weights, info, self._ask, self._why_lost)
+        finally:
+            # of a worker that died, or a group that failed
+            self._exchange.news()
+
+    def _ask(self, questions: Mapping[int, Any], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+        """Return the answers of the workers; one that is silent is killed."""
+        asked = {number: self._workers[number] for number in questions}
+        owners = {number: worker.owner for number, worker in asked.items() if worker.owner}
+        faults = {number: fault for number in asked for fault in self._due("exchange")}
+        for number, fault in faults.items():
+            self.world.note("exchange", number, fault.what)
+        if all(isinstance(question, StepRequest) for question in questions.values()):
+            answers = steps(questions, owners, faults)
+        else:
+            answers = {number: _fetched(owners[number], question, faults.get(number)) for number, question in questions.items()}
+        if any(fault.what == "coordinator" for fault in faults.values()):
+            # the owners have the next state, and the coordinator has not
+            self.world.kill()
+        is_silent = any(fault.what == "silent" for fault in faults.values())
+        self.world.advance(timeout_s if is_silent else _LATENCY_S)
+        for number, worker in asked.items():
+            if answers.get(number) is None:
+                is_killed = faults[number].what == "silent"
+                self._die(worker, "gave no answer and was killed" if is_killed else "killed by SIGKILL", from_outside=is_killed)
+                when_lost()
+        return {number: answer for number, answer in answers.items() if answer is not None}
+
+    def _fetch(self, kept: RemoteResultRef) -> Vector:
+        if not (lost := self._why_lost(kept)):
+            assert self._exchange
+            answer = self._ask({kept.worker: FetchRequest(kept.identity)}, self._exchange.limit_s(self.layout.size), lambda: None)
+            if isinstance(vector := answer.get(kept.worker), np.ndarray):
+                if any(fault.what == "damage" for fault in self.world.occurred):
+                    # it may have to be trained again
+                    self._lose(kept)
+                return vector
+            lost = self._why_lost(kept) or Ending("its process is gone")
+        raise ClusterError(lost.reason, failure=lost.kind)
+
+    def _why_lost(self, kept: RemoteResultRef) -> Ending | None:
+        worker = self._workers[kept.worker]
+        if not worker.is_retired and str(worker.process) == kept.process:
+            return None
+        self._lose(kept)
+        return Ending("killed by SIGKILL, and its result with it")
+
+    def _lose(self, kept: RemoteResultRef) -> None:
+        """Note that the coordinator may not have a result any more."""
+        self._history.num_lost += 1
+        self._delivered.pop((*kept.identity[:2], 0), None)
 
     def num_idle(self) -> int:
         return sum(map(self._is_idle, self._workers))
@@ -235,7 +308,8 @@ class FaultyPool:
             self._on_submit(job)
             known = {name for name, outer_iter in self._history.bad_examples.items()
                      if outer_iter < job.outer_iter - self.settings.outer.overlap}
-            if known - set(job.excluded) and not any(fault.what == "lose results" for fault in self.world.occurred):
+            is_lost = self._history.num_lost or any(fault.what == "lose results" for fault in self.world.occurred)
+            if known - set(job.excluded) and not is_lost:
                 self.world.report(f"job {job.job} of outer iteration {job.outer_iter} does not omit {sorted(known)}")
             plans = self._history.plans.setdefault(job.outer_iter, [])
             if (plan := (id(self), job.plan)) not in plans:
@@ -255,8 +329,11 @@ class FaultyPool:
         pace = 1.0 + 0.3 * (worker.index % 3)
         self._current[_key(job)] = job
         self._delivered.pop(_key(job), None)
-        running = _Running(job, self.world.now, self.scenario.minibatch_s * pace, size, ends_after=size)
+        running = _Running(job, self.world.now, self.scenario.minibatch_s * pace, size, ends_after=size,
+                           memory=None if job.repeat else self._book.lend(job, worker.index))
         worker.running = running
+        if self._exchange:
+            self._lend(worker, running)
         if worker.is_hung:
             running.hangs_at, worker.is_hung = self.world.now, False
         self._schedule_end(worker, running)
@@ -266,6 +343,18 @@ class FaultyPool:
             self._begin_fault(worker, running, replace(fault, what="kill", value=0.5))
         for fault in self._due("job"):
             self._begin_fault(worker, running, fault)
+
+    def _lend(self, worker: _Worker, running: _Running) -> None:
+        """Let a worker start from the model that it gathered, and keep the result."""
+        job = running.job
+        assert self._exchange
+        if worker.owner is None or worker.owner.process != str(worker.process):
+            worker.owner = Owner(worker.index, worker.process, self.layout)
+        worker.owner.make_room(job)
+        running.is_kept = self._exchange.is_open(job.outer_iter)
+        model = self._exchange.start_of((worker.index, worker.owner.process), job.start.model,
+                                        self._digests.get(id(job.start.model)))
+        running.given = replace(job, start=replace(job.start, model=model))
 
     def wait(self, timeout_s: float) -> Outcome | None:
         if self.world.counts["wait"] > MAX_WAITS:
@@ -365,7 +454,7 @@ class FaultyPool:
         """Let a fault happen to a job that was just submitted."""
         duration = running.ends_at - self.world.now
         at = fault.value * duration
-        if fault.what in ("kill", "exception", "preempt", "damaged archive"):
+        if fault.what in ("kill", "exception", "preempt", "damaged archive", "torn snapshot"):
             def break_off() -> None:
                 if worker.running is running:
                     self._break(worker, running, fault.what)
@@ -380,13 +469,16 @@ class FaultyPool:
 
     def _break(self, worker: _Worker, running: _Running, how: str) -> None:
         job = running.job
-        if how == "kill":
+        if how in ("kill", "torn snapshot"):
+            self._run_until_death(worker, running, is_torn=how == "torn snapshot")
             self._die(worker, "killed by SIGKILL")
         elif how == "preempt":
+            running.is_preempted = True
             running.num_minibatches = running.done(self.world.now) + 1
             running.ends_after = min(running.ends_after, running.num_minibatches)
             self._schedule_end(worker, running)
         else:
+            self._run_until_death(worker, running)
             worker.running = None
             error = DamagedArchiveError(f"archive {job.shard.archive} is damaged; restore it and resume.",
                                         job.shard.archive) if how == "damaged archive" else None
@@ -395,6 +487,9 @@ class FaultyPool:
     def _die(self, worker: _Worker, reason: str, *, from_outside: bool = False) -> None:
         """End a worker process; another one replaces it."""
         running, worker.running = worker.running, None
+        if running:
+            self._run_until_death(worker, running)
+            self._book.failed(running.job, worker.index, is_gone=not worker.is_quarantined)
         worker.process = next(self._numbers)
         worker.is_hung = False
         if not worker.is_quarantined and self._restarts.allow(worker.index, reason):
@@ -411,11 +506,20 @@ class FaultyPool:
         worker.running, what = None, running.fault.what if running.fault else ""
         value = running.fault.value if running.fault else 0.0
         result = self._result(worker, running)
+        if what == "not finite":
+            result = self._not_finite(result)
+        if running.is_kept and not running.is_preempted:
+            assert worker.owner
+            with worker.owner.active():
+                kept = worker.owner.keep(replace(result, job=running.given or running.job))
+            result = remote(replace(kept, job=running.job), self._fetch)
+            self.world.covered.add(("kept result", self.world.phase))
+        result = replace(result, encoded=None)
 
         def arrive() -> None:
             if worker.running is running:
                 worker.running = None
-            self._deliver(self._not_finite(result) if what == "not finite" else result)
+            self._deliver(result)
         copy = _copy(result)
 
         def arrive_again() -> None:
@@ -424,7 +528,7 @@ class FaultyPool:
         if what in ("lost", "late"):
             # the worker waits for an acknowledgment that never comes, or comes late
             worker.running, running.hangs_at = running, self.world.now
-        if what == "damage":
+        if what == "damage" and result.sent.is_here:
             vector = result.sent.read()
             place = min(int(value * len(vector)), len(vector) - 1)
             vector.view(np.uint32)[place] ^= np.uint32(1 << 22)
@@ -436,27 +540,56 @@ class FaultyPool:
             # dies after its message was sent
             self._after(2 * _LATENCY_S, self._for_process(worker, lambda: self._die(worker, "killed by SIGKILL")))
 
-    def _worked(self, worker: _Worker, running: _Running) -> JobResult:
-        """Run the job in a production worker."""
-        if worker.production is None or worker.production[0] != worker.process:
-            worker.production = worker.process, Worker(self.request.spec, worker.index)
-        job, done = running.job, itertools.count(1)
+    def _production(self, worker: _Worker, job: Job) -> ProductionWorker:
         self.task.current = job.outer_iter, job.job
-        result = worker.production[1].run(job, should_stop=lambda: next(done) >= running.ends_after)
+        if worker.production is None or worker.production[0] != worker.process:
+            worker.production = worker.process, ProductionWorker(self.request.spec, worker.index)
+        return worker.production[1]
+
+    def _run_until_death(self, worker: _Worker, running: _Running, *, is_torn: bool = False) -> None:
+        """Leave the snapshots that a job has taken so far."""
+        memory, running.memory = running.memory, None
+        if memory is None:
+            return
+        production = self._production(worker, running.job)
+        production.run_until(running.job, memory, running.minibatch_s, dies_after=running.done(self.world.now))
+        if memory.newest()[0] and is_torn:
+            memory.damage()
+
+    def _worked(self, worker: _Worker, running: _Running, job: Job) -> JobResult:
+        """Run the job in a production worker."""
+        production = self._production(worker, job)
+        memory, running.memory = running.memory, None
+        result = production.run_until(job, memory, running.minibatch_s, ends_after=running.ends_after,
+                                      is_leaving=running.is_preempted)
+        assert result is not None
+        if result.continued_at:
+            self.world.covered.add(("continued job", self.world.phase))
+            # a stop is noticed after a minibatch
+            ends_after = max(running.ends_after, result.continued_at + 1)
+            again = production.run_until(job, None, running.minibatch_s, ends_after=ends_after)
+            if again is None or again.digest != result.digest or again.remainder != result.remainder:
+                self.world.report(f"job {job.job} of outer iteration {job.outer_iter} has another result after its snapshot of "
+                                  f"minibatch {result.continued_at}")
         sent = SimulatedRef(result.sent.read())
         own = None if result.own is None else sent if result.own.read() is sent.vector else SimulatedRef(result.own.read())
         self._history.trained[f"{result.digest:016x}"] = Altered("", sent.vector.copy(), None if own is None else
                                                                  own.vector.copy(), None)
-        result = replace(result, sent=sent, own=own, encoded=None, exact=(), seconds=result.num_minibatches * running.minibatch_s)
+        result = replace(result, sent=sent, own=own, exact=(), seconds=result.num_minibatches * running.minibatch_s)
         if altered := self._compute_wrongly(worker, running, sent.vector):
             result = replace(result, digest=digest(sent.vector), objf=-10.0 if altered == "diverged" else result.objf)
             self._note_altered(result, altered)
         return result
 
     def _result(self, worker: _Worker, running: _Running) -> JobResult:
+        if worker.owner is None:
+            return self._trained(worker, running, running.job)
+        with worker.owner.active():
+            return replace(self._trained(worker, running, running.given or running.job), job=running.job)
+
+    def _trained(self, worker: _Worker, running: _Running, job: Job) -> JobResult:
         if self.scenario.has_workers:
-            return self._worked(worker, running)
-        job = running.job
+            return self._worked(worker, running, job)
         start, end, remainder, fisher = train_job(job, self.layout, running.ends_after, self.task)
         altered = self._compute_wrongly(worker, running, end)
         if not np.isfinite(end).all():
@@ -466,11 +599,12 @@ class FaultyPool:
         end = end - start if job.returns == "move" or job.start.codec else end
         pieces = self.layout.fragment(*job.send)
         own: SimulatedRef | None
+        encoded = None
         if job.start.codec is not None:
             vector = np.zeros_like(end)
             if np.isfinite(end).all():
                 before = None if job.start.own is None else job.start.own.read()
-                compress(end, before, job.start.codec, self.layout, vector)
+                encoded, _ = compress(end, before, job.start.codec, self.layout, vector)
             if job.returns == "parameters":
                 end += job.start.model.read()
             sent, own = SimulatedRef(end), SimulatedRef(vector)
@@ -485,7 +619,7 @@ class FaultyPool:
             own = SimulatedRef(end) if job.keep_own else None
         done = running.ends_after
         result = JobResult(job, worker.index, sent, digest(sent.read()), EXAMPLES * done, done, objf, 0.0,
-                           done * running.minibatch_s, 0.0, 0.0, 0, own=own, fisher=fisher, remainder=remainder)
+                           done * running.minibatch_s, 0.0, 0.0, 0, own=own, fisher=fisher, remainder=remainder, encoded=encoded)
         if altered:
             self._note_altered(result, altered)
         return replace(result, bad_batches=self._bad_batches(job))
@@ -560,24 +694,36 @@ class FaultyPool:
                 return
         elif key not in self._delivered and self._current.get(key, job).plan == job.plan:
             return
-        if is_current and isinstance(outcome, JobResult):
-            self._delivered[key] = outcome
-            # the coordinator takes both for a failed attempt
-            is_failed = bool(outcome.remainder) or digest(outcome.sent.read()) != outcome.digest
-            self._history.num_failures[job.pieces[0]] += is_failed and not job.repeat
-            if not is_failed:
-                self._history.bad_examples |= {name: job.outer_iter for bad in outcome.bad_batches for name in bad.examples}
-            self._refs |= {ref for ref in (outcome.sent, outcome.own) if isinstance(ref, SimulatedRef)}
-        if isinstance(outcome, JobFailure) and not job.repeat:
-            self._history.num_failures[job.pieces[0]] += 1
-            self._history.num_hangs[job.pieces[0]] += outcome.from_outside
-            self._last_failure[job.outer_iter, job.job] = job.attempt
-            self._crashes[job.pieces[0]] += outcome.worker_died and not outcome.from_outside
-            most, crashes = self.settings.failure.max_attempts, self._crashes[job.pieces[0]]
-            # a roll-back begins again
-            if crashes > most and not any(fault.what.startswith(("diverged", "not finite")) for fault in self.world.occurred):
-                self.world.report(f"{job.pieces[0]} killed {crashes} workers of one process, and failure.max_attempts is {most}")
+        if is_current and not (isinstance(outcome, JobFailure) and outcome.worker_died):
+            self._book.ended(outcome)
+        if isinstance(outcome, JobFailure):
+            self._note_failure(outcome)
+        elif is_current:
+            self._note_result(outcome)
         self._outcomes.append(outcome)
+
+    def _note_result(self, result: JobResult) -> None:
+        job = result.job
+        self._delivered[_key(job)] = result
+        # the coordinator takes both for a failed attempt
+        is_failed = bool(result.remainder) or (result.sent.is_here and digest(result.sent.read()) != result.digest)
+        self._history.num_failures[job.pieces[0]] += is_failed and not job.repeat
+        if not is_failed:
+            self._history.bad_examples |= {name: job.outer_iter for bad in result.bad_batches for name in bad.examples}
+        self._refs |= {ref for ref in (result.sent, result.own) if isinstance(ref, SimulatedRef)}
+
+    def _note_failure(self, failure: JobFailure) -> None:
+        job = failure.job
+        if job.repeat:
+            return
+        self._history.num_failures[job.pieces[0]] += 1
+        self._history.num_hangs[job.pieces[0]] += failure.from_outside
+        self._last_failure[job.outer_iter, job.job] = job.attempt
+        self._crashes[job.pieces[0]] += failure.worker_died and not failure.from_outside
+        most, crashes = self.settings.failure.max_attempts, self._crashes[job.pieces[0]]
+        # a roll-back begins again
+        if crashes > most and not any(fault.what.startswith(("diverged", "not finite")) for fault in self.world.occurred):
+            self.world.report(f"{job.pieces[0]} killed {crashes} workers of one process, and failure.max_attempts is {most}")
 
     def _poll_fault(self, fault: Fault) -> None:
         """Let a fault happen while the coordinator waits."""
@@ -610,8 +756,20 @@ class FaultyPool:
                 worker.running.hangs_at += seconds
 
 
+def _fetched(owner: Owner, question: FetchRequest, fault: Fault | None) -> Vector | None:
+    """The vector that a worker sends; None if it ends before."""
+    if fault and fault.what in ("kill", "silent"):
+        return None
+    vector = owner.fetch(question.identity).copy()
+    if fault and fault.what == "damage":
+        vector.view(np.uint32)[0] ^= 1
+    return vector
+
+
 def _copy(result: JobResult) -> JobResult:
     """Return a result as another message contains it."""
+    if not result.sent.is_here:
+        return result
     sent = SimulatedRef(result.sent.read().copy())
     own = None if result.own is None else sent if result.own is result.sent else SimulatedRef(result.own.read().copy())
     return replace(result, sent=sent, own=own)

@@ -38,6 +38,10 @@ class Scenario:
     max_restarts: int = 60
     # jobs run in production workers
     has_workers: bool = False
+    # workers keep their results, and take the outer step among themselves
+    has_exchange: bool = False
+    # the run is one of several sites
+    has_sites: bool = False
     # output directory -> its configuration
     built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
 
@@ -98,6 +102,44 @@ class Scenario:
             return self
         return replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, built={}, has_workers=True)
 
+    def with_snapshots(self, random: random.Random) -> Scenario:
+        """Draw whether jobs in production workers take snapshots."""
+        if self.policy != "retry" or random.random() >= _WITH_SNAPSHOTS:
+            return self
+        changed = replace(self, settings={**self.settings, "optimizer": {"kind": "sgd"}}, has_workers=True)
+        return changed._with("failure", snapshots="on", snapshot_interval_s=random.choice((0.0, 0.1, 0.5)), snapshot_cost=1.0)
+
+    def with_exchange(self, random: random.Random) -> Scenario:
+        """Draw whether the workers take the outer step."""
+        outer = self.settings["outer"]
+        has_codec = "compression" in self.settings["cluster"]
+        is_possible = not outer.get("overlap") and outer["kind"] != "streaming" and not (has_codec and self.has_workers)
+        if not is_possible or random.random() >= _WITH_EXCHANGE:
+            return self
+        return replace(self._with("cluster", exchange="collective"), has_exchange=True)
+
+    def with_sites(self, random: random.Random) -> Scenario:
+        """Draw whether the run is one of two or three sites."""
+        if random.random() >= _WITH_SITES:
+            return self
+        settings, num_jobs = self.settings, self.settings["schedule"]["num_jobs_final"]
+        outer = {key: value for key, value in settings["outer"].items() if key in ("kind", "gain")}
+        if outer["kind"] == "streaming":
+            outer = {"kind": random.choice(("average", "bmuf", "diloco"))}
+        jobs = {"a": num_jobs, "b": random.choice((1, 2)), **random.choice(({}, {}, {"c": 1}))}
+        sites = {"jobs": jobs, "name": "a", "exchange": "s3://simulated/sites", "period": random.choice((1, 1, 2)),
+                 "delay": random.choice((0, 1)), "compression": random.choice(("none", "none", "int8", "sparse")),
+                 "wait_s": random.choice((2.0, 10.0))}
+        schedule = {name: value for name, value in settings["schedule"].items() if name != "sync_interval_s"}
+        total = sum(jobs.values())
+        schedule |= {"num_jobs_initial": total, "num_jobs_final": total, "load_balancing": "none",
+                     "num_epochs": 3.0 * schedule["num_epochs"],
+                     # jobs have the learning rates of a run of this site alone
+                     **{name: schedule[name] * num_jobs / total for name in ("lr_initial", "lr_final")}}
+        cluster, failure = {**settings["cluster"], "elastic": False}, {**settings["failure"], "policy": "retry"}
+        return replace(self, has_locks=True, has_sites=True, settings={
+            **settings, "outer": outer, "schedule": schedule, "cluster": cluster, "failure": failure, "sites": sites})
+
     def with_bad_examples(self, random: random.Random) -> Scenario:
         """Draw whether examples are quarantined; a job that is never counted reports none."""
         if self.has_workers or self.policy != "retry" or random.random() >= _WITH_BAD_EXAMPLES:
@@ -140,7 +182,12 @@ class Scenario:
 
 # fraction of the runs in production workers
 _WITH_WORKERS = 0.1
-# fraction of the runs with retries that have a bad example
+# fraction of the runs with retries that take snapshots, and that have a bad example
+_WITH_SNAPSHOTS = 0.1
+# fraction of the runs that are one of several sites
+_WITH_SITES = 0.12
+# fraction of the runs whose workers take the outer step, if they can
+_WITH_EXCHANGE = 0.12
 _WITH_BAD_EXAMPLES = 0.2
 # fraction of the runs with compressed deltas
 _COMPRESSED = 0.15
@@ -159,6 +206,9 @@ _OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), (
               *((f"power cut {kind}", 2) for kind in KINDS))
 # fraction of the faults of jobs that the next jobs have, too
 _BURSTS = 0.3
+# transfers of a step: of the shards, and of the model
+_EXCHANGE, _TRANSFERS = ("kill", "silent", "link", "damage", "coordinator"), 2
+_REQUEST = ("kill", "kill after", "slow", "lost", "unreachable")
 _SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 
 
@@ -206,6 +256,9 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
         for job in range(num_jobs if random.random() < 0.5 else 0):
             at = outer_iter * counts["job"] // max(1, counts["mean"]) + job
             found.append(Fault("job", at, "duplicate", random.choice((0.5, 2.0))))
+    for _ in range(random.randrange(4) if "snapshots" in failure else 0):
+        found.append(Fault("job", random.randrange(counts["job"] + 1), random.choice(("torn snapshot", "kill", "preempt")),
+                           round(random.uniform(0.3, 1.0), 3)))
     if failure.get("on_bad_batch") == "quarantine":
         found.append(Fault("example", random.randrange(scenario.num_archives), "bad example"))
     # enough workers must be left, and other shards in the same outer iteration
@@ -218,6 +271,28 @@ def draw_lasting(random: random.Random, counts: Counter[str], scenario: Scenario
         frame = (number // scenario.num_archives + archive + 1) % scenario.shards_per_archive
         if number < scenario.num_archives * scenario.shards_per_archive:
             found.append(Fault("shard", archive, "poison", float(frame)))
+    return found
+
+
+def draw_exchange(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw faults of workers that take the outer step."""
+    if not scenario.has_exchange:
+        return []
+    found = [Fault("exchange", random.randrange(2 * counts["exchange"] + 2), random.choice(_EXCHANGE),
+                   float(random.randrange(_TRANSFERS))) for _ in range(random.choice((0, 1, 2, 4)))]
+    return [*found, *([Fault("port", random.randrange(counts["port"] + 1), "no port")] if random.random() < 0.2 else [])]
+
+
+def draw_sites(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw faults of the exchange among sites, and of the others."""
+    if not scenario.has_sites:
+        return []
+    # an answer that is lost divides two averages of the last outer iteration, if one is delayed
+    kinds = _REQUEST[:3] if scenario.settings["sites"]["delay"] else _REQUEST
+    found = [Fault("request", random.randrange(counts["request"] + 1), random.choice(kinds), 20.0)
+             for _ in range(random.choice((0, 1, 3)))]
+    for what in ("late site", "damaged delta"):
+        found += [Fault("site", random.randrange(1, 8), what)] if random.random() < 0.3 else []
     return found
 
 

@@ -21,7 +21,7 @@ from ngsgd.object_storage import folder as stored_folder
 from ngsgd.object_storage import lease as leases
 from ngsgd.object_storage.client import Version, WriteConflictError
 from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest, read_manifest
-from ngsgd.object_storage.lease import LEASE_S, Head, Lease, LeaseClock, read_head
+from ngsgd.object_storage.lease import HEAD, LEASE_S, Head, Lease, LeaseClock, read_head
 from tests.simulation.machines import Machine, Machines
 
 _LIMIT_S = 20_000.0
@@ -41,6 +41,8 @@ class SimulatedStore:
         self._machines, self._chance, self._lost = machines, chance, lost
         self.loses_answers = lost > 0.0
         self._number = 0
+        # manifests of all commits, also those whose process died before it had the answer
+        self.commits: list[str] = []
 
     def get(self, key: str) -> tuple[bytes, Version] | None:
         return self._request(lambda: (self.objects[key][0], self._version(key)) if key in self.objects else None)
@@ -78,6 +80,9 @@ class SimulatedStore:
             raise WriteConflictError(key)
         self._number += 1
         self.objects[key] = content, self._number
+        if key == HEAD:
+            manifest = getattr(read_head(_Direct(self)), "manifest", "")  # type: ignore[arg-type]
+            self.commits += [manifest] if manifest and manifest not in self.commits else []
         return self._version(key)
 
     def _request(self, effect: Callable[[], _T]) -> _T:
@@ -92,7 +97,7 @@ class SimulatedStore:
         return found
 
 
-class _Inline(Executor):
+class Inline(Executor):
     """Runs the functions of a pool of threads one after another."""
 
     def __init__(self, *_arguments: object) -> None:
@@ -122,7 +127,7 @@ class StoredTrial:
     def run(self) -> list[str]:
         """Return the problems."""
         with patch.object(leases, "threading", self.machines.threads()), \
-                patch.object(stored_folder, "ThreadPoolExecutor", _Inline), \
+                patch.object(stored_folder, "ThreadPoolExecutor", Inline), \
                 patch.object(process_identity, "current", lambda: {"host": self.machines.machine.name}), \
                 patch.object(process_identity, "is_here", lambda identity: False):
             trainers = [Machine("first"), Machine("second")]
@@ -238,12 +243,8 @@ class StoredTrial:
                     self.problems.append(f"{machine.name} did not find a manifest, and one later commit was made")
 
     def _number_of_commits_after(self, manifest: str) -> int:
-        """Commits after a manifest, with one whose process has not seen the answer yet."""
-        names = [name for name, _ in self.manifests]
-        known = len(names) - 1 - names.index(manifest) if manifest in names else 0
-        direct: Any = _Direct(self.store)
-        now = read_head(direct)
-        return known + (now is not None and now.manifest not in (*names, manifest))
+        commits = self.store.commits
+        return len(commits) - 1 - commits.index(manifest) if manifest in commits else 0
 
 
 class _Direct:

@@ -36,7 +36,7 @@ class TinyModel(nn.Module):
 class SimulatedTask(Task):
     """Shards with a given number of minibatches; the optimum is known."""
 
-    starts_anywhere = names_examples = True
+    starts_anywhere = names_examples = can_continue_jobs = True
 
     def __init__(self, num_archives: int, shards_per_archive: int, num_minibatches: int, seed: int = 0) -> None:
         self.grid = ShardGrid(num_archives, shards_per_archive)

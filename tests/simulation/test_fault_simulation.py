@@ -37,10 +37,18 @@ def test_a_few_seeds_have_no_problem(simulated: Simulator) -> None:
 
 
 @pytest.mark.parametrize("seed", [5001354, 5003427, 5003981, 6007057, 6018355, 7006250, 8002784, 8024639, 9005078,
-                                  10036492, 156, 308, 413, 863, 969])
+                                  10036492, 156, 308, 413, 863, 969, 20336])
 def test_seeds_that_failed_once_have_no_problem(simulated: Simulator, seed: int) -> None:
     verdict = simulated.run(seed)
     assert not verdict.problems, verdict.replay()
+
+
+@pytest.mark.parametrize(("seed", "what"), [(168, "continued job"), (168, "torn snapshot"), (15, "kept result"), (15, "link"),
+                                            (33, "late site"), (50, "damaged delta")])
+def test_seeds_reach_the_parts_of_the_system(simulated: Simulator, seed: int, what: str) -> None:
+    verdict = simulated.run(seed)
+    assert not verdict.problems, verdict.replay()
+    assert what in {fault for fault, _ in verdict.covered}
 
 
 def test_a_seed_has_the_same_trace_twice(simulated: Simulator) -> None:

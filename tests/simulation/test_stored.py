@@ -10,7 +10,7 @@ from tests.simulation.machines import Machine, Machines
 from tests.simulation.stored import StoredTrial
 
 
-@pytest.mark.parametrize("seed", range(0, 12, 3))
+@pytest.mark.parametrize("seed", [0, 3, 6, 9, 30453])
 def test_no_living_process_loses_its_lease_and_readers_find_their_objects(seed: int, tmp_path: Path) -> None:
     trial = StoredTrial(seed, tmp_path / "machines")
     assert trial.run() == []

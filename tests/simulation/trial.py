@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from ngsgd.runs.config_file import read_config
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.job import Job
+from ngsgd.training.parameter_vector import FlatLayout
+from tests.simulation import exchange, sites
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.pool import FaultyPool, History
 from tests.simulation.scenario import Scenario
@@ -75,6 +78,10 @@ class Trial:
         self.task = SimulatedTask(self.scenario.num_archives, self.scenario.shards_per_archive, self.scenario.num_minibatches,
                                   self.scenario.seed)
         self.folder = self.runs / "trial-20260101-000000"
+        self.sites: sites.SiteStore | None = None
+        if self.scenario.has_sites:
+            num_outer_iters = self.task.grid.schedule(self.config.schedule).num_outer_iters
+            self.sites = sites.SiteStore(self.world, self.config, FlatLayout.of(self.task.model()), num_outer_iters)
         self._configs: dict[str, RunConfig] = {}
         self._renamed: set[str] = set()
         self._pools: list[FaultyPool] = []
@@ -102,7 +109,7 @@ class Trial:
         self.disk.on_rename, self.disk.on_sync = self._see_rename, self._see_sync
         limit = 3 + 2 * len(self.faults)
         try:
-            with patch.object(RunConfig, "job_states_interval", self.scenario.job_states_interval):
+            with patch.object(RunConfig, "job_states_interval", self.scenario.job_states_interval), self._network():
                 while len(self.lives) < limit and not self._live(f"host-{len(self.lives)}"):
                     self.world.advance(_RESTART_S)
         except NoProgressError as error:
@@ -116,6 +123,14 @@ class Trial:
         final = self.folder / "final" / "model.safetensors"
         if final.exists():
             self.final = hashlib.sha256(final.read_bytes()).hexdigest()
+
+    @contextmanager
+    def _network(self) -> Iterator[None]:
+        """Replace the networks among workers and among sites."""
+        has_codec = self.config.cluster.codec is not None
+        with exchange.simulated(self.world, has_codec=has_codec) if self.scenario.has_exchange else nullcontext(), \
+                sites.simulated(self.sites) if self.sites else nullcontext():
+            yield
 
     @property
     def is_finished(self) -> bool:

@@ -52,8 +52,9 @@ from ngsgd.training.worker import Worker
 from tests.toy import Median, Run, config, require_undisturbed
 
 PLAIN = FlatLayout(("weight",), ((5003,),))
-NORMALIZED = FlatLayout(("a.weight", "norm.weight", "norm.running_mean", "norm.running_var", "b.weight"),
-                    ((90, 90), (1500,), (1500,), (1500,), (40,)))
+NORMALIZED = FlatLayout(("a.weight", "norm.weight", "norm.running_mean", "norm.running_var", "b.weight",
+                         "last.running_mean", "last.running_var"),
+                        ((90, 90), (1500,), (1500,), (1500,), (40,), (30,), (30,)))
 
 
 def some(size: int, seed: int) -> Vector:

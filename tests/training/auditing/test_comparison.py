@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,10 +119,25 @@ class TwoWorkers:
         raise AssertionError("no worker is at fault")
 
 
-def test_a_duplicate_is_recognized_until_its_concluded_audit_was_taken() -> None:
+def audits_of(every: int) -> Audits:
     pool: Any = TwoWorkers()
     ledger: Any = SimpleNamespace(audited=lambda *_arguments: None)
-    audits = Audits(pool, ledger, LAYOUT, 1, lambda incident: None, VectorRefcount(pool), lambda result: None, lambda: 0.0)
+    return Audits(pool, ledger, LAYOUT, every, lambda incident: None, VectorRefcount(pool), lambda result: None, lambda: 0.0)
+
+
+def test_after_a_retry_the_next_job_of_the_worker_is_audited() -> None:
+    audits, result, plan = audits_of(3), run(vector(1)).result, object()
+    for number in range(3):
+        audits.submitted(plan, replace(result.job, job=number))
+    # the third job fails, and runs again
+    audits.submitted(plan, replace(result.job, job=2, attempt=2))
+    following = replace(result.job, outer_iter=1)
+    audits.submitted(object(), following)
+    assert audits.hold(replace(result, job=following))
+
+
+def test_a_duplicate_is_recognized_until_its_concluded_audit_was_taken() -> None:
+    audits = audits_of(1)
     result = run(vector(1)).result
     assert not audits.holds(result.job)
     audits.submitted(object(), result.job)

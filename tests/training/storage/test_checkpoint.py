@@ -58,6 +58,15 @@ def test_saved_data_is_loaded_again(store: CheckpointStore) -> None:
     assert latest.commit == {"outer_iter": 4, "model": saved.model_sha256} and saved.model_sha256 == latest.model_sha256
 
 
+def test_the_model_of_an_outer_iteration_is_found_by_its_number(store: CheckpointStore) -> None:
+    for number in range(3):
+        store.save(at(number), state(number))
+    assert np.array_equal(store.model_after(1), vector(1.0))
+    assert np.array_equal(store.model_after(2), vector(2.0))
+    with pytest.raises(CheckpointError, match="was not kept"):
+        store.model_after(0)
+
+
 @pytest.fixture
 def seldom(store: CheckpointStore) -> CheckpointStore:
     """A store with checkpoints of outer iterations 0 to 7; those of 0, 3 and 6 had job states."""
