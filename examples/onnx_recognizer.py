@@ -40,7 +40,7 @@ def features(samples, about):
     if about["cmvn"]["unit"] == "utterance":
         x_TD = (x_TD - x_TD.mean(0)) / np.maximum(x_TD.std(0), about["cmvn"]["min_deviation"])
     elif about["cmvn"]["unit"] != "none":
-        sys.exit(f"this script has no normalization per {about['cmvn']['unit']}")
+        sys.exit(f"this script has no normalization per {about['cmvn']['unit']}: train with features.cmvn=utterance")
     return x_TD.astype(np.float32)
 
 

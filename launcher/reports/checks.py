@@ -29,6 +29,8 @@ _NO_EFFECT = (*PLACES, "seed", "optimizer.kind", "cluster.kind")
 _CHOICES = ("optimizer.kind", "model.kind", "outer.kind", "cluster.num_workers")
 # thresholds: (amber, red)
 _GAP = (0.25, 0.75)
+# of the first validation loss
+_SOLVED = 0.05
 _CLIPPED = (0.5, 0.9)
 _REJECTED = (0.0, 0.1)
 _DEAD = (0.1, 0.5)
@@ -135,9 +137,14 @@ def _gap(run: RunHistory) -> _Found:
     scores = run.final or run.iterations[-1]
     model = "final model" if run.final else "last outer iteration"
     train, valid = -scores["train"]["objf"], -scores["valid"]["objf"]
+    limit = f"amber: {_GAP[0]:.0%} above; red: {_GAP[1]:.0%}"
+    first = -run.iterations[0]["valid"]["objf"]
+    if 0.0 <= valid < _SOLVED * first:
+        # the ratio of two losses near 0 has no meaning
+        return GREEN, f"Validation loss {valid:.4g} is below {_SOLVED:.0%} of its first value, {model}.", limit
     share = (valid - train) / abs(train) if train else 0.0
     return (_above(share, _GAP), f"Validation loss {valid:.4g} is {abs(share):.0%} {'above' if share > 0 else 'below'} "
-            f"training loss {train:.4g}, {model}.", f"amber: {_GAP[0]:.0%} above; red: {_GAP[1]:.0%}")
+            f"training loss {train:.4g}, {model}.", limit)
 
 
 def _wer(run: RunHistory) -> _Found | None:

@@ -6,7 +6,7 @@ Letters: T frames, P pdfs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,8 @@ def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> Sco
     of speaker adaptation. Raises DataError if files are missing or damaged, or do not match the
     model.
     """
-    config = bundle.features
+    # as transcription does: the rate is that of the model
+    config = replace(bundle.features, resample=True)
     listed = _utterances(folder, given_features=config.kind == "given")
     if not any(one.words for one in listed):
         raise DataError(f"{folder} has no words in its transcripts, so the WER is undefined; choose a set "

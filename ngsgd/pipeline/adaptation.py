@@ -125,7 +125,7 @@ def _trained(config: RunConfig, corpus: Corpus, report: Report) -> tuple[Speaker
         projected = dict(projected)
     pdfs = train.split_pdfs()
     of_speakers = {speaker: [pdfs[number] for number in numbers] for speaker, numbers in train.utterances_by_speaker().items()}
-    training = Progress(report, "fMLLR: training", speakers.TRAINING_ROUNDS * len(of_speakers), "speakers")
+    training = Progress(report, "fMLLR: training, passes over speakers", unit="speakers")
     found, of_train = speakers.train_fmllr(found, projected, of_speakers, corpus.num_pdfs, training.each)
     transforms = {f"train/{speaker}": w_DE for speaker, w_DE in of_train.items()}
     find_path = _first_pass(config, corpus, Progress(report, "fMLLR: first pass over held-out speech", unit="searches"))

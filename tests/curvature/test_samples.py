@@ -103,7 +103,8 @@ def _made(model: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.entry("A4", "you collect curvature of a model with a layer that runs once for the complete minibatch, such as "
                          "`pos(torch.arange(T))`", "error",
                    "`ConfigError` names the layer and the remedy: an input for each sample, such as "
-                   "`pos(torch.arange(T).expand(N, T))`, with which all quantities are exact, or `layers=` / `skip=`; also where "
+                   "`pos(torch.arange(T).expand(N, T))`, with which all quantities are exact, or `layers=` of `collect`, "
+                   "`skip=` of a preconditioner; also where "
                    "T equals N. Preconditioners refuse it where the output is repeated for every sample.")
 @pytest.mark.parametrize("num_frames", [N, N + 1, 2 * N])
 @pytest.mark.parametrize("quantity", ["batch_grad", "batch_l2", "variance", "diag_ggn", "kfac"])

@@ -144,6 +144,12 @@ def test_options_that_exclude_each_other_are_an_error(options: list[str], capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_audio_of_another_rate_is_resampled(model: Path, tmp_path: Path) -> None:
+    other = made_up_speech.write_data(tmp_path / "sets", rate_hz=2 * tiny_recognizer.RATE_HZ)
+    result = decode(model, DecodeRequest(other / "test"))
+    assert result.total.num_words == 18 and result.total.num_errors <= 2
+
+
 def test_attributes_of_speakers_have_tables(model: Path, data: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(data / "test", tmp_path / "test"))
     (folder / "spk2gender").write_text("test-s0 f\ntest-s1 m\n")

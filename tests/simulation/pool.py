@@ -230,6 +230,9 @@ class FaultyPool:
             answers = steps(questions, owners, faults)
         else:
             answers = {number: _fetched(owners[number], question, faults.get(number)) for number, question in questions.items()}
+        if any(fault.what == "coordinator" for fault in faults.values()):
+            # the owners have the next state, and the coordinator has not
+            self.world.kill()
         is_silent = any(fault.what == "silent" for fault in faults.values())
         self.world.advance(timeout_s if is_silent else _LATENCY_S)
         for number, worker in asked.items():

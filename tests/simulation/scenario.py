@@ -207,7 +207,7 @@ _OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), (
 # fraction of the faults of jobs that the next jobs have, too
 _BURSTS = 0.3
 # transfers of a step: of the shards, and of the model
-_EXCHANGE, _TRANSFERS = ("kill", "silent", "link", "damage"), 2
+_EXCHANGE, _TRANSFERS = ("kill", "silent", "link", "damage", "coordinator"), 2
 _REQUEST = ("kill", "kill after", "slow", "lost", "unreachable")
 _SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 

@@ -181,6 +181,7 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
     """Train mixtures and the transforms of training speakers by turns (SAT); return both.
 
     `by_speaker` are the projected features of each speaker, read several times; `pdfs` their pdfs.
+    `each` yields the speakers of every pass.
     """
     names, num_frames = list(by_speaker), sum(len(pdf_T) for of_speaker in pdfs.values() for pdf_T in of_speaker)
     transforms: dict[str, Matrix] = {}
@@ -192,7 +193,7 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
         return z_TD, y_TD, np.concatenate(pdfs[speaker])
 
     def pieces() -> Iterator[gaussians.Piece]:
-        return gaussians.joined(frames_of(speaker)[1:] for speaker in names)
+        return gaussians.joined(frames_of(speaker)[1:] for speaker in each(names))
     first = mixtures = gaussians.train(pieces, num_pdfs, num_gaussians=num_frames // FRAMES_PER_GAUSSIAN)
     for _ in range(TRAINING_ROUNDS):
         stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence) for speaker in each(names)))

@@ -95,8 +95,8 @@ def test_accelerate_is_the_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.entry("L3", "you train with the Trainer of Hugging Face", "works",
-                   "give it as `optimizers=(NGSGD(model, lr), scheduler)`; a run that is resumed from a checkpoint is "
-                   "bitwise identical to an uninterrupted one")
+                   "give it as `optimizers=(NGSGD(model, lr, loss_reduction=\"mean\"), scheduler)`; a run that is resumed from a "
+                   "checkpoint is bitwise identical to an uninterrupted one")
 def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 
