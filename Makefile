@@ -25,6 +25,7 @@ setup: $(STAMP)  ## create .venv and install the project with everything it need
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; install Python 3.11 or say make PYTHON=python3"; exit 1; }
+	@echo "installing PyTorch, Ray, MLflow and the others into $(VENV): about 3 minutes, 4 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,store,trackers,docs,dev]'

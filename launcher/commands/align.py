@@ -17,7 +17,7 @@ from ngsgd.launcher.config.config_builder import require_paths, require_writable
 from ngsgd.launcher.screen import say, with_progress
 from ngsgd.masking import printable
 from ngsgd.object_storage.urls import is_url
-from ngsgd.runs.run_folder import RunFolder, find_run, require_unchanged
+from ngsgd.runs.run_folder import RunFolder, find_model, find_run, require_unchanged
 
 if TYPE_CHECKING:
     from ngsgd.asr.transcript import Alignment
@@ -73,6 +73,7 @@ def _align_text(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
     if options.output:
         require_writable("--output", Path(options.output))
+    find_model(given[0])
     from ngsgd.asr.aligner import Aligner
     from ngsgd.runs.recognizer import open_bundle
 

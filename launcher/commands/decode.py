@@ -12,7 +12,7 @@ from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, RUN, TRUST, WORDS, Parser, out_of_range, words_of
 from ngsgd.masking import printable
-from ngsgd.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_model, find_run
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.decoding.decode_data import DataResult
@@ -98,6 +98,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _decode_data(options: argparse.Namespace) -> int:
+    find_model(options.model)
     from ngsgd.asr.decode.scoring import Rules
     from ngsgd.pipeline.decoding import decode_data as service
     from ngsgd.runs.recognizer import open_bundle

@@ -9,7 +9,7 @@ from pathlib import Path
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_regular_bytes
 from ngsgd.launcher.arguments import RUN, TRUST, WORDS, Parser, words_of
-from ngsgd.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_model, find_run
 
 # of ngsgd export
 FORMATS = ("nnet3", "bundle", "onnx", "torch", "sherpa-onnx", "huggingface")
@@ -62,6 +62,7 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _written(options: argparse.Namespace, output: Path) -> list[Path]:
+    find_model(options.run)
     from ngsgd import exports
 
     if options.changed or options.format not in ("nnet3", "bundle"):

@@ -17,6 +17,7 @@ from ngsgd.launcher.arguments import TRUST, WORDS, Parser, words_of
 from ngsgd.launcher.config.config_builder import require_writable
 from ngsgd.launcher.screen import is_terminal, say, with_progress
 from ngsgd.masking import printable
+from ngsgd.runs.run_folder import find_model
 
 if TYPE_CHECKING:
     from ngsgd.asr.recognizer import Recognizer
@@ -33,6 +34,8 @@ _MAX_NAMES = 5
 
 def command(arguments: Sequence[str]) -> int:
     options = _options(arguments)
+    # before the modules that take seconds to import
+    find_model(options.model)
     changed = words_of(options)
     from ngsgd.asr.recognizer import Recognizer
     from ngsgd.pipeline.decoding import transcribe as service

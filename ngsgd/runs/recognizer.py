@@ -21,7 +21,7 @@ from ngsgd.errors import CheckpointError
 from ngsgd.files import new_file, read_json, read_regular_bytes
 from ngsgd.runs import trust as permission
 from ngsgd.runs.final_model import check_final
-from ngsgd.runs.run_folder import RunFolder, find_run
+from ngsgd.runs.run_folder import RunFolder, find_model
 from ngsgd.training.storage import lock
 
 _MAX_BYTES = 1 << 34
@@ -41,10 +41,7 @@ def keep_recognizer(folder: RunFolder, config: RunConfig, corpus: Corpus, result
 
 def open_bundle(model: str, *, trust: bool = False) -> bundle.Bundle:
     """Open a bundle, a run folder, or a run by its name; `trust` allows any custom network."""
-    path = Path(model)
-    if not path.is_file() and not (path / "model.json").is_file():
-        path = find_run(model)
-    final = path
+    final = path = find_model(model)
     if (path / "config.yaml").is_file():
         folder = RunFolder(path)
         final = folder.final

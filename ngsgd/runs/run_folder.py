@@ -409,3 +409,9 @@ def find_run(run: str, *, with_models: bool = True, to_write: bool = False) -> P
             f"{listed}Give the complete path of a run that is not under {Path('runs').absolute()}; ngsgd status FOLDER lists the "
             "runs of a folder.")
     raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")
+
+
+def find_model(model: str) -> Path:
+    """Return the path of a bundle, or the folder of a run; ConfigError if it is neither."""
+    path = Path(model)
+    return path if path.is_file() or (path / "model.json").is_file() else find_run(model)

@@ -258,6 +258,20 @@ def test_completion_offers_runs(
     assert command("completion", "--words").out.split() == ["first"]
 
 
+_OTHER_WORDS = {"compare": ["other"], "export": ["out", "--format", "onnx"], "transcribe": ["a.wav"], "align": ["a.wav", "a.txt"],
+                "decode": ["--data", "x"]}
+
+
+@pytest.mark.parametrize("name", [one.name for one in COMMANDS if "runs" in one.takes])
+def test_a_run_that_does_not_exist_is_an_error_before_torch_is_imported(name: str, tmp_path: Path) -> None:
+    program = ("import sys\nfrom ngsgd.launcher import cli\ncode = cli.main(sys.argv[1:])\n"
+               "print(code, sorted({'torch', 'ray', 'mlflow', 'hydra'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", program, name, "nosuch", *_OTHER_WORDS.get(name, [])], cwd=tmp_path,
+                          capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.stdout.strip() == f"{ConfigError.exit_code} []"
+    assert "nosuch" in done.stderr
+
+
 def test_completion_knows_each_command_that_takes_a_run(command: Command) -> None:
     for one in COMMANDS:
         usage = command(one.name, "--help").out.partition("\n\n")[0]
