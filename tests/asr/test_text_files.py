@@ -19,6 +19,7 @@ import pytest
 
 from ngsgd.asr.corpora import alignments, data_dir, kaldi_dirs, manifests
 from ngsgd.asr.corpora.corpus import ngrams_of
+from ngsgd.asr.decode.scoring import Rules
 from ngsgd.asr.kaldi_io import lines, tables
 from ngsgd.asr.lang import arpa, grammar, lexicon, vocabulary
 from ngsgd.asr.lang.vocabulary import Vocabulary
@@ -89,6 +90,8 @@ REGISTRY = [
     Table("feats.scp", "u1 a.ark:3\nu2 a.ark:9\n", _directory, _tables),
     Table("cmvn.scp", "s1 a.ark:3\ns2 a.ark:9\n", lambda folder: [(key, one.value) for key, one in
                                                                  tables.Table(folder / "cmvn.scp").items()]),
+    Table("spk2gender", "s1 f\ns2 m\n", lambda folder: data_dir.attributes(folder, ["s1", "s2"])),
+    Table("filter", "YES => NO NO\nUH => \n", lambda folder: Rules.read(folder / "filter")),
     Table("lexicon.txt", "YES Y Y\nNO N N\n", lambda folder: lexicon.read(folder / "lexicon.txt", 1)),
     Table("words", "YES\nNO\n", lambda folder: vocabulary.of_model(tiny_recognizer.LANGUAGE, Vocabulary(words=folder / "words"))),
     Table("sentences", "YES YES\nNO NO\n", _lm_text),
@@ -247,8 +250,9 @@ def test_a_table_is_in_the_registry_for_every_call_of_the_reader() -> None:
     calls = {path.relative_to(ROOT / "ngsgd").as_posix(): len(call.findall(path.read_text()))
              for path in sorted((ROOT / "ngsgd").rglob("*.py"))}
     assert {name: count for name, count in calls.items() if count} == {
-        "asr/corpora/alignments.py": 2, "asr/corpora/an4.py": 2, "asr/corpora/corpus.py": 1, "asr/corpora/data_dir.py": 6,
-        "asr/corpora/kaldi_dirs.py": 1, "asr/corpora/manifests.py": 1, "asr/kaldi_io/tables.py": 2, "asr/lang/arpa.py": 1,
+        "asr/corpora/alignments.py": 2, "asr/corpora/an4.py": 2, "asr/corpora/corpus.py": 1, "asr/corpora/data_dir.py": 7,
+        "asr/corpora/kaldi_dirs.py": 1, "asr/corpora/manifests.py": 1, "asr/decode/scoring.py": 1,
+        "asr/kaldi_io/tables.py": 2, "asr/lang/arpa.py": 1,
         "asr/lang/grammar.py": 1, "asr/lang/lexicon.py": 1, "asr/lang/vocabulary.py": 1}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ngsgd import files, imports
-from ngsgd.asr.kaldi_io.lines import read as read_lines
+from ngsgd.asr.kaldi_io import lines
 from ngsgd.errors import DataError
 from ngsgd.word_errors import WordErrors
 
@@ -73,7 +73,7 @@ class Rules:
         rules with one left side, and for a file without rules.
         """
         found: dict[tuple[str, ...], tuple[str, ...]] = {}
-        for where, line in read_lines(path) if path else ():
+        for where, line in lines.read(path) if path else ():
             if line.startswith((";;", "#")):
                 continue
             text = _ANYWHERE.sub("", line.casefold() if ignore_case else line)

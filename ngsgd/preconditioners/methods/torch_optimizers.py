@@ -81,8 +81,9 @@ class TorchMethod(DirectMethod):
         """Return the names of finite gradients; count the minibatch as skipped if others exist."""
         if not grads:
             return []
+        flags = [g.isfinite().all() for g in grads.values()]
         # One wait for all of them.
-        is_finite = torch.stack([g.isfinite().all().to(self.generator.device) for g in grads.values()]).tolist()
+        is_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
         if not all(is_finite):
             self.note_skipped()
         return [name for name, one in zip(grads, is_finite, strict=True) if one]
