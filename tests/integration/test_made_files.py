@@ -221,7 +221,7 @@ def test_the_build_steps_of_the_image_run(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": str(fake), "PYTHONPATH": str(ROOT)}
     subprocess.run([steps, "install", str(tmp_path / "venv"), "https://index"], env=environment, cwd=ROOT, check=True)
     tools, torch, package = log.read_text().splitlines()
-    assert torch.endswith("--index-url https://index torch") and "--index-url" not in tools + package
+    assert torch.endswith("--index-url https://index --no-deps torch") and "--index-url" not in tools + package
     done = subprocess.run([steps, "check", str(Path(sys.executable).parents[1])], env=environment, cwd=ROOT, capture_output=True,
                           text=True, check=False)
     assert done.returncode == 0, done.stderr
