@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ngsgd import files, imports
-from ngsgd.asr.kaldi_io import lines
 from ngsgd.errors import DataError
 from ngsgd.word_errors import WordErrors
 
@@ -72,6 +71,9 @@ class Rules:
         any words before and after, is ignored. Raises DataError for lines of another form, for two
         rules with one left side, and for a file without rules.
         """
+        # `ngsgd compare --help` reads this module, and needs no NumPy
+        from ngsgd.asr.kaldi_io import lines
+
         found: dict[tuple[str, ...], tuple[str, ...]] = {}
         for where, line in lines.read(path) if path else ():
             if line.startswith((";;", "#")):
