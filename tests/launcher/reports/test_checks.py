@@ -86,6 +86,12 @@ def test_the_gap_is_that_of_the_final_model(valid: float, level: str) -> None:
     assert levels(run)["Train/validation gap"] == level
 
 
+@pytest.mark.parametrize(("valid", "level"), [(-0.3, "green"), (-0.6, "red")])
+def test_the_ratio_of_two_losses_near_0_is_not_judged(valid: float, level: str) -> None:
+    final = replace(final_report(), train=SubsetScore(-0.01, 1.0), valid=SubsetScore(valid, 1.0))
+    assert levels(history(record(0, -9.0), record(1, -0.5), final=final))["Train/validation gap"] == level
+
+
 @pytest.mark.parametrize(("share", "level"), [(0.1, "green"), (0.6, "amber"), (0.95, "red")])
 def test_clipping_counts_in_the_second_half(share: float, level: str) -> None:
     early = replace(job(), max_change_share=1.0)
