@@ -13,7 +13,7 @@ from tests.suggested import ROOT, in_python, rejection, suggestions
 # file that is made for other programs, or module that makes it -> the test that runs it
 _RUN_BY = {
     "launcher/schedulers/kubernetes.py": "integration/test_made_files.py::test_the_entry_point_of_a_kubernetes_manifest_trains",
-    "launcher/schedulers/slurm.py": "integration/test_made_files.py::test_the_slurm_script_trains_with_stand_ins_for_slurm_alone",
+    "launcher/schedulers/slurm.sh": "integration/test_made_files.py::test_the_slurm_script_trains_with_stand_ins_for_slurm_alone",
     "launcher/completion.py": "launcher/commands/test_cli.py::test_the_completion_script_of_a_shell_completes",
     "docker/Dockerfile": "integration/test_made_files.py::containers",
     "docker/build-steps.sh": "integration/test_made_files.py::test_the_build_steps_of_the_image_run",
@@ -30,7 +30,8 @@ _FILES = [path for pattern in ("docker/[!.]*", "Makefile", "examples/*.py", "con
 
 @pytest.mark.entry("Ra1")
 def test_a_test_runs_each_file_that_is_made_for_others() -> None:
-    found = [path for path in ROOT.glob("*/*") if path.suffix == ".sh" or path.parent.name == "docker"]
+    rooms = ("launcher", "ngsgd", "benchmarks", "recipes", "tools", "examples")
+    found = [*(ROOT / "docker").iterdir(), *(path for room in rooms for path in (ROOT / room).rglob("*.sh"))]
     found += [path for path in suggested.modules(skip=()) if _MADE.search(path.read_text(encoding="utf-8"))]
     assert {path.relative_to(ROOT).as_posix() for path in found} == set(_RUN_BY)
     for test in _RUN_BY.values():
