@@ -166,9 +166,9 @@ def test_attributes_of_speakers_have_tables(model: Path, data: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "text", "named"), [
-    ("spk2gender", "test-s0 f\n", "no value for the speaker test-s1"),
-    ("spk2gender", "test-s0 f\ntest-s1\n", "no value for the speaker test-s1"),
-    ("spk2gender", "test-s0 f\ntest-s1 m\nother m\n", "spk2gender:3: other is not a speaker"),
+    ("spk2gender", "test-s0 f\n", "speaker test-s1"),
+    ("spk2gender", "test-s0 f\ntest-s1\n", "speaker test-s1"),
+    ("spk2gender", "test-s0 f\ntest-s1 m\nother m\n", "spk2gender:3: other"),
     ("spk2length", "test-s0 1\ntest-s1 2\n", "rename")])
 def test_incomplete_tables_of_speakers_are_an_error(
         name: str, text: str, named: str, model: Path, data: Path, tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_rules_change_references_and_results(model: Path, data: Path, tmp_path: 
     num_with_yes = sum(" YES" in line for line in texts.splitlines())
     assert changed.num_changed == num_with_yes
     assert changed.characters.num_words == len("".join(word for line in texts.splitlines() for word in line.split()[1:]))
-    assert "the rules changed" in command.as_text(changed, quiet=False)
-    with pytest.raises(ConfigError, match="rules of scoring"):
+    assert "rules changed" in command.as_text(changed, quiet=False)
+    with pytest.raises(ConfigError, match="scoring"):
         decode(model, DecodeRequest(folder, rules=Rules.read(rules), confidences=True))
 
 
