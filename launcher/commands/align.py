@@ -73,12 +73,12 @@ def _align_text(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
     if options.output:
         require_writable("--output", Path(options.output))
-    find_model(given[0])
+    model = find_model(given[0])
     from ngsgd.asr.aligner import Aligner
     from ngsgd.runs.recognizer import open_bundle
 
     words = () if options.data is not None else _words(Path(given[2]))
-    aligner = Aligner(open_bundle(given[0], trust=options.trust), lexicon=options.lexicon)
+    aligner = Aligner(open_bundle(model, trust=options.trust), lexicon=options.lexicon)
     if options.data is None:
         path = Path(given[1])
         _write(path.stem, aligner.align(path, words), format_name, options)

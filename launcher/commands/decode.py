@@ -98,7 +98,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _decode_data(options: argparse.Namespace) -> int:
-    find_model(options.model)
+    model = find_model(options.model)
     from ngsgd.asr.decode.scoring import Rules
     from ngsgd.pipeline.decoding import decode_data as service
     from ngsgd.runs.recognizer import open_bundle
@@ -106,7 +106,7 @@ def _decode_data(options: argparse.Namespace) -> int:
     rules = Rules.read(options.filter, ignore_case=options.ignore_case)
     changed, is_quiet = options.changed, options.quiet or options.json
     result = service.decode_data(
-        open_bundle(options.model, trust=options.trust),
+        open_bundle(model, trust=options.trust),
         service.DecodeRequest(options.data, changed["words"], changed["scale"], changed["penalty"],
                               options.tune_on, options.rescore_lm, options.confidences, rules), report=changed["report"],
         progress=lambda line: None if is_quiet else changed["report"](f"{line} ..."))

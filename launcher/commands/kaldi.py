@@ -62,11 +62,11 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _written(options: argparse.Namespace, output: Path) -> list[Path]:
-    find_model(options.run)
+    model = find_model(options.run)
     from ngsgd import exports
 
     if options.changed or options.format not in ("nnet3", "bundle"):
-        return exports.export(options.run, options.format, output, trust=options.trust,
+        return exports.export(model, options.format, output, trust=options.trust,
                               license_id=options.license or "unknown", changed=options.changed)
     from ngsgd.exports import kaldi
     from ngsgd.launcher.commands.train import open_run
@@ -74,10 +74,10 @@ def _written(options: argparse.Namespace, output: Path) -> list[Path]:
 
     if options.format == "bundle":
         exports.require_new(output)
-        run = open_run(find_run(options.run), quiet=True)
+        run = open_run(find_run(str(model)), quiet=True)
         export_bundle(run.folder, run.config, run.data.corpus, output)
         return [output]
-    run = open_run(find_run(options.run), quiet=False, is_unchanged=options.include_data)
+    run = open_run(find_run(str(model)), quiet=False, is_unchanged=options.include_data)
     output.mkdir(parents=True, exist_ok=True)
     written = kaldi.export_model(run.folder, run.config, output, trust=options.trust)
     if options.include_data:

@@ -34,8 +34,7 @@ _MAX_NAMES = 5
 
 def command(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    # before the modules that take seconds to import
-    find_model(options.model)
+    model = find_model(options.model)
     changed = words_of(options)
     from ngsgd.asr.recognizer import Recognizer
     from ngsgd.pipeline.decoding import transcribe as service
@@ -51,7 +50,7 @@ def command(arguments: Sequence[str]) -> int:
     elif options.format in ("srt", "textgrid") and len(audio) > 1:
         raise ConfigError(f"--format {options.format} of {len(audio)} recordings needs a file for each; "
                           "give a folder with --output.")
-    recognizer = Recognizer(open_bundle(options.model, trust=options.trust).with_words(**changed))
+    recognizer = Recognizer(open_bundle(model, trust=options.trust).with_words(**changed))
     if options.audio == [_STREAM]:
         return _stream(recognizer, options)
     began = time.monotonic()

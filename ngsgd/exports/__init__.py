@@ -18,7 +18,7 @@ WRITERS: Mapping[str, Callable[[Source, Path], list[Path]]] = {
     "huggingface": huggingface.write}
 
 
-def export(model: str, format_name: str, output: Path, *, license_id: str = "unknown",
+def export(model: str | Path, format_name: str, output: Path, *, license_id: str = "unknown",
            trust: bool = False, changed: Mapping[str, Any] | None = None) -> list[Path]:
     """Write a model to a new file or folder, and return the files.
 

@@ -39,7 +39,7 @@ def keep_recognizer(folder: RunFolder, config: RunConfig, corpus: Corpus, result
                 temporary.write_bytes(content)
 
 
-def open_bundle(model: str, *, trust: bool = False) -> bundle.Bundle:
+def open_bundle(model: str | Path, *, trust: bool = False) -> bundle.Bundle:
     """Open a bundle, a run folder, or a run by its name; `trust` allows any custom network."""
     final = path = find_model(model)
     if (path / "config.yaml").is_file():

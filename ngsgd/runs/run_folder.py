@@ -411,7 +411,8 @@ def find_run(run: str, *, with_models: bool = True, to_write: bool = False) -> P
     raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str | Path) -> Path:
     """Return the path of a bundle, or the folder of a run; ConfigError if it is neither."""
+    # commands call it before slow imports, and pass on the path: a run at a URL is copied once
     path = Path(model)
-    return path if path.is_file() or (path / "model.json").is_file() else find_run(model)
+    return path if path.is_file() or (path / "model.json").is_file() else find_run(str(model))
