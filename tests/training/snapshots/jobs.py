@@ -25,31 +25,11 @@ from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header
 from ngsgd.training.task import Task, TaskSpec
 from ngsgd.training.worker import Worker
 from tests import toy
+from tests.simulation.production import SimulatedMemory
 from tests.tasks import test_sequences
 
 # a snapshot after every minibatch
 ALWAYS = FailureConfig(snapshots="on", snapshot_interval_s=0.0, snapshot_cost=1.0)
-
-
-class Memory:
-    """Blocks in this process."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
-
-    def room(self, index: int, num_bytes: int) -> Block:
-        if len(self.blocks[index]) < num_bytes:
-            self.blocks[index] = np.zeros(num_bytes, np.uint8)
-        return self.blocks[index]
-
-    def block(self, index: int) -> Block:
-        return self.blocks[index]
-
-    def is_ready(self) -> bool:
-        return True
-
-    def written(self, index: int, block: Block, *, is_last: bool) -> None:
-        pass
 
 
 class Interrupted(Exception):
@@ -173,7 +153,7 @@ def job_of(worker: Worker, **settings: Any) -> Job:
                   "lr_factor": 1.0, "keep_fisher": True, **settings})
 
 
-def interrupted(spec: TaskSpec, job: Job, place: int, memory: Memory) -> None:
+def interrupted(spec: TaskSpec, job: Job, place: int, memory: SimulatedMemory) -> None:
     """Run a job on a worker that ends after some minibatches."""
     worker = MortalWorker(spec, job.attempt)
     worker.ends_after, worker.snapshots.memory = place, memory
@@ -191,12 +171,12 @@ def header(block: Block) -> Header:
     return found
 
 
-def continued(spec: TaskSpec, job: Job, *places: int, memory: Memory | None = None) -> JobResult:
+def continued(spec: TaskSpec, job: Job, *places: int, memory: SimulatedMemory | None = None) -> JobResult:
     """The result of the last of several workers, each of which continues the job of the one before.
 
     Each worker ends after the minibatches of its place.
     """
-    memory = memory or Memory()
+    memory = memory or SimulatedMemory()
     for attempt, place in enumerate(places, start=1):
         interrupted(spec, replace(job, attempt=attempt), place, memory)
     worker = MortalWorker(spec, 0)

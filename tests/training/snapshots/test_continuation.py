@@ -16,6 +16,7 @@ from ngsgd.training.job import JobInit, LocalRef
 from ngsgd.training.task import Task, TaskSpec
 from ngsgd.training.worker import Worker
 from tests import toy
+from tests.simulation.production import SimulatedMemory
 from tests.training.snapshots import jobs
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -74,7 +75,7 @@ def test_sequence_objectives_continue(objective: Any, tmp_path: Path) -> None:
 
 def test_a_snapshot_of_another_job_is_not_used(tmp_path: Path) -> None:
     spec = jobs.dataset_spec(OptimizerConfig("sgd"))
-    worker, memory = Worker(spec, 0), jobs.Memory()
+    worker, memory = Worker(spec, 0), SimulatedMemory()
     job = jobs.job_of(worker)
     jobs.interrupted(spec, job, 4, memory)
     for other in (replace(job, lr=0.02), replace(job, outer_iter=1), replace(job, job=1), replace(job, excluded=("7",)),
@@ -84,7 +85,7 @@ def test_a_snapshot_of_another_job_is_not_used(tmp_path: Path) -> None:
 
 def test_a_damaged_snapshot_is_not_used() -> None:
     spec = jobs.dataset_spec(OptimizerConfig("sgd"))
-    worker, memory = Worker(spec, 0), jobs.Memory()
+    worker, memory = Worker(spec, 0), SimulatedMemory()
     job = jobs.job_of(worker)
     jobs.interrupted(spec, job, 4, memory)
     newest = max(range(2), key=lambda index: jobs.header(memory.block(index)).num_minibatches)
