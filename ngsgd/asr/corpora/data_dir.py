@@ -117,7 +117,7 @@ def attributes(folder: Path, speakers: Sequence[str]) -> dict[str, list[str]]:
     """Read the files spk2NAME; return NAME -> value for each of `speakers` in their order. Raises
     DataError if a speaker has no value, or a value is of none of them.
     """
-    found = {}
+    found, known = {}, dict.fromkeys(speakers)
     for path in sorted(folder.glob("spk2*")):
         name = path.name.removeprefix("spk2")
         # the list of a speaker's utterances, which utt2spk has too
@@ -126,11 +126,11 @@ def attributes(folder: Path, speakers: Sequence[str]) -> dict[str, list[str]]:
         if name in ("speaker", "length"):
             raise DataError(f"{path} has the name of another table of errors; rename the file.")
         values = tables.Table(path)
-        for speaker in dict.fromkeys(speakers):
+        for speaker in known:
             if speaker not in values or not values[speaker].value:
                 raise DataError(f"{path} has no value for the speaker {speaker} of utt2spk; add one, or remove the file.")
         for speaker, entry in values.items():
-            if speaker not in speakers:
+            if speaker not in known:
                 raise DataError(f"{entry.where}: {speaker} is not a speaker of utt2spk; remove the line.")
         found[name] = [values[speaker].value for speaker in speakers]
     return found

@@ -142,12 +142,13 @@ def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], ut
     recognized words before they are compared.
     """
     penalized = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
+    refs = [*map(rules, texts)]
     settings = list(itertools.product(config.acoustic_scales, config.word_penalties))
     progress = Progress(report, about.format(counted(len(settings), "setting")), len(settings) * len(texts))
     tried = []
     for scale, penalty in settings:
         hypotheses = decode_set(penalized[penalty], config, scale, progress.each(logliks), num_pdfs)
-        errors = scoring.score([*map(rules, texts)], [*map(rules, hypotheses)], utt_ids)[0]
+        errors = scoring.score(refs, [*map(rules, hypotheses)], utt_ids)[0]
         tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)
 

@@ -25,7 +25,6 @@ _NUM_SAMPLES = 1000  # of a bootstrap of few utterances
 _NUM_PAIRED_SAMPLES, _MAX_PAIRED_COUNTS = 2000, 10**7  # of the counts of all samples
 # of a line of compute-wer
 _COUNTS = re.compile(r"%WER (?:\S+|\(no words\)) \[ \d+ / (\d+), (\d+) ins, (\d+) del, (\d+) sub \]$")
-
 # in NIST's files: with any words before and after
 _ANYWHERE = re.compile(r"\s*/\s*\[\s*\]\s*__\s*\[\s*\]$")
 _OF_OTHER_FORMS = {"{", "}", "/", "__", "=>"}

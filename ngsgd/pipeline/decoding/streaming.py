@@ -78,7 +78,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
     words, seconds = [], []
     for front in _fronts(config, folder, corpus.test):
         decoder = decoding.StreamingDecoder(graph, score, search, left_context=config.egs.left_context,
-                                   right_context=config.egs.right_context, chunk_frames=chunk_frames, side=front.ivectors)
+                                            right_context=config.egs.right_context, chunk_frames=chunk_frames, side=front.ivectors)
         found, times = _streamed(decoder, front)
         words.append(found)
         seconds += times
