@@ -189,7 +189,7 @@ def tables(result: DataResult) -> dict[str, dict[str, WordErrors]]:
 
 
 def _by_value(rows: Sequence[scoring.UtteranceErrors], values: Sequence[str]) -> dict[str, WordErrors]:
-    """Errors by an attribute; many different whole numbers, such as ages, are in groups of ten."""
+    """Errors by an attribute; many different integers, such as ages, are in groups of ten."""
     if len(set(values)) > _MOST_VALUES and all(value.isascii() and value.isdigit() for value in values):
         tens = [int(value) // 10 * 10 for value in values]
         values = [f"{ten}-{ten + 9}" for ten in tens]
