@@ -26,6 +26,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG
 from tests.chaos.recorded import RecordedRun
 from tests.chaos.watch import WatchedPool
+from tests.tiers import HANGS_S
 
 INTERRUPTED = 130
 _GRACE_S = 20.0
@@ -51,7 +52,7 @@ class Ordeal:
         except BaseException:
             process.kill()
             raise
-        process.join(120)
+        process.join(HANGS_S)
         code = process.exitcode
         process.kill()
         process.join()

@@ -19,6 +19,7 @@ import ngsgd
 from ngsgd.errors import ConfigError
 from ngsgd.optim.outer import Average, Bmuf, DiLoCo, OuterInfo, OuterOptimizer
 from tests.gloo import gloo_group
+from tests.tiers import HANGS_S
 
 NUM_RANKS, NUM_STEPS, EVERY, DIM = 4, 12, 3, 5
 RULES: dict[str, Callable[[], Any]] = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
@@ -80,7 +81,8 @@ def _trained(rank: int, outer: str, dies_at: int) -> tuple[torch.Tensor, int]:
             # ranks that begin apart get the model of the first
             p.add_(0.1 * rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    local = ngsgd.LocalSGD(model, optimizer, sync_every=EVERY, outer=outer, timeout_s=8.0)
+    local = ngsgd.LocalSGD(model, optimizer, sync_every=EVERY, outer=outer,
+                           timeout_s=8.0 if dies_at >= 0 else HANGS_S)
     for step in range(NUM_STEPS):
         if rank == 2 and step == dies_at:
             os._exit(9)
@@ -99,7 +101,7 @@ def _spawn(function: Callable[..., None], folder: Path, *arguments: Any) -> list
     for process in processes:
         process.start()
     for process in processes:
-        process.join(300)
+        process.join(HANGS_S)
     return [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
 
 
@@ -160,7 +162,7 @@ def _train_in_a_mesh(rank: int, folder: str, dies_at: int) -> None:
     for name, group in (("mesh", mesh["replica"].get_group()), ("pairs", pairs[rank // 2]), ("again", mesh["replica"].get_group())):
         model = nn.Linear(2, 2)
         local = ngsgd.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), sync_every=1, outer="average", process_group=group,
-                               timeout_s=8.0)
+                               timeout_s=8.0 if dies_at >= 0 else HANGS_S)
         for step in range(3):
             if rank == 3 and name == "again" and step == dies_at:
                 os._exit(9)

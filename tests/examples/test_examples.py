@@ -82,7 +82,9 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytes
     notebook: Any = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     nbformat.validate(notebook)
     assert not [cell for cell in notebook.cells if cell.get("outputs")]
-    nbclient.NotebookClient(notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    # seconds of one cell
+    nbclient.NotebookClient(notebook, timeout=int(HANGS_S), kernel_name="python3",
+                            resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
     # a notebook keeps each frame of a status line

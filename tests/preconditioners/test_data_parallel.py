@@ -20,6 +20,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, GradientMaker, Preconditioner
 from tests.gloo import gloo_group
 from tests.preconditioners.problems import move
+from tests.tiers import HANGS_S
 
 DDP = nn.parallel.DistributedDataParallel
 F = nn.functional
@@ -112,7 +113,7 @@ def _found() -> list[dict[Any, Any]]:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(120)
+            process.join(HANGS_S)
         assert [process.exitcode for process in processes] == [0, 0]
         assert os.environ.get("RANK") is None
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]

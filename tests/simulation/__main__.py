@@ -27,6 +27,7 @@ from tests.simulation.campaign import Verdict, run_seeds, share_of_seeds, simula
 
 _DEFAULT_SEEDS = 100
 _POLL_S = 1.0
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 # pairs of a fault and a phase that are named
 _NUM_RARE = 8
 
@@ -50,8 +51,8 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    old = {number: signal.signal(number, handler) for number in _STOPPING}
     try:
         yield
     finally:
@@ -167,10 +168,12 @@ def _verdicts(options: argparse.Namespace, stop: StopFlag) -> Iterator[Verdict]:
               for number in range(options.processes)]
     processes = [context.Process(target=share_of_seeds, args=(options, number, share, os.getpid(), results, stopped), daemon=True)
                  for number, share in enumerate(shares)]
-    # a signal may be sent to all processes, as by Ctrl-C; only this one handles it
-    with _handled_by(signal.SIG_IGN):
-        for process in processes:
-            process.start()
+    # A signal may be sent to all processes, as by Ctrl-C; only this one handles it. Here it waits
+    # until the processes, which begin with the same mask, are there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    for process in processes:
+        process.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         while any(process.is_alive() for process in processes) or not results.empty():
             if stop.is_set():
