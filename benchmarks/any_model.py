@@ -165,6 +165,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module, float], list[torch.optim.Optimi
     "sgd": (lambda model, lr: [torch.optim.SGD(model.parameters(), lr, momentum=0.9, fused=True)], 0.1),
     "muon": (muon, 0.004),
     "ngsgd": (lambda model, lr: [NGSGD(model, lr, loss_reduction="mean")], 0.016),
+    # Kaldi's numbers in every minibatch
+    "ngsgd-exact": (lambda model, lr: [NGSGD(model, lr, loss_reduction="mean", update="exact")], 0.016),
     # the update of Fisher estimates on a GPU
     "ngsgd-polar": (lambda model, lr: [NGSGD(model, lr, loss_reduction="mean", update="polar")], 0.016),
     "natural-muon": (lambda model, lr: [NaturalMuon(model, lr)], 0.008),

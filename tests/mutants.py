@@ -41,6 +41,8 @@ KALDIS_START = f"{GOLDEN}::test_from_kaldis_start"
 SCHEDULE = f"{PROPERTIES}::test_calls_that_update_are_kaldis"
 LAYER_STEPS = f"{LIMIT}::test_layer_steps_equal_kaldis_nnet2"
 
+MANY_ROWS = "tests/optim/layers/test_kronecker.py::test_the_plain_gradient_of_many_rows_is_preconditioned[bias-dtype0]"
+
 TRANSFORM = "ngsgd/models/statistics.py"
 STAGES = "ngsgd/models/growing.py"
 TRANSFORM_TEST = "tests/models/test_input_transform.py::test_the_transform_is_kaldis"
@@ -108,9 +110,12 @@ MUTANTS = [
             W_RD=self.state.W_RD, projection=fisher_projection.project(X_ND, self.state.W_RD)).preconditioned()
         return Xhat_ND""",
            (ONE_CALL,)),
-    Mutant("gram_matrix_of_the_old_estimate", ONLINE, "self._state, self._gram_RR = state, None",
-           "self._state = state",
+    Mutant("gram_matrix_of_the_old_estimate", ONLINE, " or self._derived.state is not self._state", "",
            (f"{PROPERTIES}::test_the_gram_matrix_follows_every_change_of_the_estimate",)),
+    # ------------------------------------------------------ the plain gradient of many rows
+    Mutant("expected_scale_without_rho", OPS, "rescaling(sum_d + rho * dim, sum_hat)", "rescaling(sum_d, sum_hat)", (MANY_ROWS,)),
+    Mutant("expected_scale_in_updates", ONLINE, "        if moments is not None:\n            # |X - H W|^2",
+           "        if False:\n            # |X - H W|^2", (MANY_ROWS,)),
     # -------------------------------------------------------------- samples skipped by the estimate
     Mutant("loss_scale_in_the_estimate", OPS, "one.num_rows / one.scale**2", "one.num_rows",
            (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),

@@ -70,7 +70,7 @@ def make_step(model: nn.Module, entry: Entry, seed: int) -> Step:
         optimizer = RIVALS[entry.settings[0]](model.parameters())
     else:
         config = compose([*entry.settings]).optimizer
-        optimizer = make_optimizer(model, config, 1.0, 1.0, fast_gemm=not config.preconditions)
+        optimizer = make_optimizer(model, config, 1.0, 1.0)
         preconditioner = make_preconditioner(model, config, seed) if config.preconditions else None
 
     def step(x_NW: Tensor, pdfs_N: Tensor, lr: float) -> Tensor:

@@ -33,7 +33,7 @@ from ngsgd.ops.orthonormal import orthogonalized
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.layers import FisherSettings, LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.batched import BatchedPass
-from ngsgd.optim.layers.kronecker import without_large_directions
+from ngsgd.optim.layers.kronecker import preconditioned
 from ngsgd.optim.natural_gradient import NaturalGradient, layer_of
 from ngsgd.optim.natural_muon import OrthogonalMomentum
 from ngsgd.optim.optimizer import Optimizer
@@ -75,7 +75,7 @@ class _Momentum(OrthogonalMomentum):
         if layer is not None and layer.weight is p and self.estimates != "none":
             outputs, inputs = (layer.sides[side] if self.estimates in ("both", side) else _NO_ESTIMATE
                                for side in ("output", "input"))
-            u_OI = without_large_directions(u_OI, outputs, inputs)
+            u_OI = preconditioned(u_OI, outputs, inputs)
         if self.second_moments:
             squares = state.setdefault("squares", torch.zeros_like(u_OI))
             squares.lerp_(u_OI.square(), 1.0 - self.second_moments)

@@ -178,7 +178,7 @@ def check_custom(model: Any, target: str, num_inputs: int, num_classes: int) -> 
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model._target_ {target} has no parameter that requires a gradient; there is nothing to train.")
     try:
-        SGD(model, 1.0, layer_options=layer_options(model), fast_gemm=False)
+        SGD(model, 1.0, layer_options=layer_options(model))
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model._target_ {target} has layer_options that do not fit ({first_line(error)}); see "
                           "ngsgd.optim.SGD.") from error

@@ -25,8 +25,6 @@ from ngsgd.ops.polar_update import PolarState
 PROCESSORS = ("AVX512", "AVX2")
 SOURCE = Path(__file__).with_name("kernels") / "fisher_projection.cpp"
 _Squares = ctypes.c_double * 2
-# Fraction of tr X X^T that leaves five digits of a float32 difference.
-_MIN_NORM_LEFT = 1e-2
 
 
 class Projection(NamedTuple):
@@ -100,16 +98,6 @@ def with_residual(projection: Projection, X_ND: Tensor, W_RD: Tensor, one_N: Ten
     Xhat_ND = gemm.sub_matmul(X_ND, projection.H_NR, W_RD[:, :X_ND.shape[1]], scratch)
     one_hat_N = None if one_N is None else torch.addmv(one_N, projection.H_NR, W_RD[:, -1], alpha=-1)
     return projection._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N, sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
-
-
-def sum_sq_of_residual(projection: Projection, gram_RR: Tensor) -> float | None:
-    """Return tr Xhat Xhat^T on a CPU without Xhat; None for a small difference of large numbers."""
-    # tr X X^T - 2 |H|^2 + tr(H W W^T H^T)
-    h = projection.H_NR.reshape(-1)
-    taken = 2.0 * torch.dot(h, h) - torch.dot(h, torch.mm(projection.H_NR, gram_RR).view(-1))
-    sum_sq = float(projection.sum_sq)
-    found = sum_sq - taken.item()
-    return found if found > _MIN_NORM_LEFT * sum_sq else None
 
 
 def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:

@@ -152,6 +152,17 @@ def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | fl
     return gamma if math.isfinite(gamma) else 1.0
 
 
+def expected_rescaling(state: FisherState, smoothing: Smoothing) -> float:
+    """Return gamma of (38) for rows whose scatter matrix is a multiple of the estimate."""
+    d_R, rho, dim = state.d_R, state.rho, state.W_RD.shape[1]
+    sum_d = float(d_R.sum())
+    beta = rho * (1.0 + smoothing.alpha) + smoothing.alpha / dim * sum_d      # (35)
+    kept_R = beta / (beta + d_R)
+    kept_R *= kept_R
+    sum_hat = float(kept_R @ d_R) + rho * (float(kept_R.sum()) + dim - len(d_R))
+    return float(rescaling(sum_d + rho * dim, sum_hat))
+
+
 def project_back(X_ND: Tensor, H_NR: Tensor, one_N: Tensor | None = None) -> Tensor:
     """Return J_t = H^T X (81)."""
     if one_N is None:

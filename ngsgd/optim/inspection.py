@@ -1,4 +1,4 @@
-"""Diagnostics of the Fisher estimates of an optimizer, and suggested ranks."""
+"""Diagnostics of the Fisher estimates of an optimizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import numpy as np
 
 from ngsgd.ops.natural_gradient import spectrum
 from ngsgd.optim.ngsgd import NGSGD
-
-# Healthy range of the smallest e_i. Below it the rank is larger than necessary, above it too small.
-_HEALTHY = (0.05, 0.2)
-_RANK_OF = {"input": "rank_in", "output": "rank_out"}
 
 
 @dataclass(frozen=True)
@@ -26,17 +22,6 @@ class EstimateHealth:
     effective_rank: float
     # Fraction of the trace in the R directions of the estimate, 0 to 1.
     captured: float
-
-    @property
-    def suggested_rank(self) -> int:
-        """Rank whose smallest e_i would lie between 0.05 and 0.2.
-
-        Twice the current rank, at most D / 2, if it is larger.
-        """
-        low, high = _HEALTHY
-        if self.e[-1] > high:
-            return min(2 * self.rank, max(self.dim // 2, self.rank))
-        return max(1, sum(e >= low for e in self.e))
 
 
 @dataclass(frozen=True)
@@ -91,20 +76,6 @@ def inspect(optimizer: NGSGD) -> dict[str, LayerHealth]:
             cosine = float("nan") if layer.cosine is None else float(layer.cosine)
             found[name] = LayerHealth(estimates, shares.get(name, float("nan")), cosine)
     return found
-
-
-def suggest_ranks(optimizer: NGSGD) -> dict[str, dict[str, int]]:
-    """Suggest ranks for `layer_options` from the current spectra of the Fisher estimates.
-
-    Call it after at least 100 minibatches. With a suitable rank, the smallest e_i lies between 0.05
-    and 0.2.
-
-    Returns:
-        For example {"affine1": {"rank_in": 20, "rank_out": 40}}.
-    """
-    ranks = {name: {_RANK_OF[side]: estimate.suggested_rank for side, estimate in layer.estimates.items() if side in _RANK_OF}
-             for name, layer in inspect(optimizer).items()}
-    return {name: of_layer for name, of_layer in ranks.items() if of_layer}
 
 
 def figures(optimizer: NGSGD) -> dict[str, float]:

@@ -21,7 +21,6 @@ from ngsgd.optim.groups import name_of
 from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.common import mean_over_ranks
-from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.shared import SharedPass
 from ngsgd.optim.mean_loss.loss_rows import LossRows, module_around
 from ngsgd.optim.rule import Group, Minibatch, Rule, Step, Stepped, StepRecord
@@ -152,7 +151,7 @@ class NaturalGradient(Rule):
         owners = {id(p): group["name"] for group in groups for p in group["params"]}
         # The scale of a parameter that also belongs to a layer with a plain gradient would differ.
         plain = [module for module in model.modules() if not (
-            isinstance(module, (NaturalGradientLayer, FastLinear)) or layers.natural_class(type(module)))]
+            isinstance(module, NaturalGradientLayer) or layers.natural_class(type(module)))]
         mixed = {id(p) for module in plain for p in module.parameters(recurse=False)}
         others = {group["name"] for group in groups if group["rule"] != "natural"}
         # Torch does not call these submodules of its attention layers.

@@ -17,7 +17,7 @@ from ngsgd.optim import adamw, updates
 from ngsgd.optim.groups import OF_LAYERS, name_of, require_non_negative
 from ngsgd.optim.layers import LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.batched import BatchedPass
-from ngsgd.optim.layers.kronecker import without_large_directions
+from ngsgd.optim.layers.kronecker import preconditioned
 from ngsgd.optim.natural_gradient import NaturalGradient, layer_of
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.optimizer import Optimizer
@@ -77,7 +77,7 @@ class OrthogonalMomentum(Rule):
         u_OI = torch.add(gradient, velocity, alpha=group["momentum"]).flatten(1)
         layer = self._preconditioners.get(layer_of(group))
         if layer is not None and layer.weight is p:
-            u_OI = without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
+            u_OI = preconditioned(u_OI, layer.sides["output"], layer.sides["input"])
         num_outputs, num_inputs = u_OI.shape
         return orthogonalized(u_OI, self.num_iterations).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
 

@@ -78,7 +78,9 @@ class NGSGD(Optimizer):
         schedule: "nnet3", or "nnet2" for the update schedule of the paper.
         update: update of the Fisher estimates. "exact" is Kaldi's, with eigenvalues from the host.
             "polar" uses matrix products alone, so that a device does not wait for the host
-            (`ngsgd.ops.polar_update`). "auto" is exact on a CPU and polar on other devices.
+            (`ngsgd.ops.polar_update`). "auto" is polar on devices and exact on a CPU. There it
+            takes gamma (38) of minibatches with many more rows than columns from the estimate,
+            unless they update it (docs/derivation.md).
         ignore_zero_rows: exclude rows with zero derivative, such as padding and masked frames, from
             the estimates.
         grad_scaler: the torch.amp.GradScaler in use, so that the estimates do not mix its loss

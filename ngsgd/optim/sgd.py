@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.tensors import HALF, DeviceNumbers, dense
 from ngsgd.optim import updates
 from ngsgd.optim.groups import OF_LAYERS
-from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 from ngsgd.optim.optimizer import Optimizer
 from ngsgd.optim.rule import Factors, Group, Minibatch, Rule, Step, Stepped
 
@@ -264,8 +262,6 @@ class SGD(Optimizer):
         adamw_lr_factor: learning rate of AdamW layers relative to `lr`.
         on_nonfinite: reaction to a gradient with NaN or Inf. "skip" skips and counts the minibatch.
             "raise" raises DivergenceError, which makes every step wait for the device.
-        fast_gemm: on processors where `ngsgd.ops.gemm` is faster than torch, replace the class of
-            each `nn.Linear` in place to use it. Gradients then differ in the last bits.
 
     Raises:
         ConfigError: the model has sharded or uninitialized parameters.
@@ -287,12 +283,7 @@ class SGD(Optimizer):
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
                  max_param_change: float = 2.0, weight_decay: float = 0.0,
                  layer_options: Mapping[str, Mapping[str, Any]] | None = None,
-                 on_nonfinite: str = "skip", fast_gemm: bool = True, adamw_lr_factor: float = 0.125) -> None:
+                 on_nonfinite: str = "skip", adamw_lr_factor: float = 0.125) -> None:
         super().__init__(model, Sgd(), {"lr": lr, "momentum": momentum, "max_change": max_change,
                                         "weight_decay": weight_decay, "adamw_lr_factor": adamw_lr_factor},
                          layer_options=layer_options, max_param_change=max_param_change, on_nonfinite=on_nonfinite)
-        if fast_gemm:
-            owner = object()
-            layers = attach_fast_linear(model.modules(), owner)
-            # The finalizer is not an attribute, because those are copied.
-            weakref.finalize(self, detach_fast_linear, layers, owner).atexit = False

@@ -165,7 +165,7 @@ class Worker:
         seed = int(entropy.generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
         # preconditioners read rows from torch's own layers
-        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, fast_gemm=not settings.preconditions)
+        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor)
         preconditioner = make_preconditioner(network, settings, seed, self.model) if settings.preconditions else None
         if self.ranks.size > 1 and isinstance(optimizer, NGSGD):
             optimizer.share_rows(self.ranks.sum_in_place, self.device, self.ranks.size)
@@ -391,7 +391,7 @@ def load_fisher(optimizer: Optimizer, preconditioner: Preconditioner | None, fis
         preconditioner.load_state_dict(fisher)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float, *, fast_gemm: bool = True) -> Optimizer:
+def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float) -> Optimizer:
     """Build the optimizer of one job."""
     # lr contains this factor and every job applies l2, so each job divides its l2 by it (Kaldi)
     own = {layer: {key: value / lr_factor if key == "weight_decay" else value for key, value in options.items()} for layer,
@@ -400,7 +400,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
                               "max_change": config.max_change, "max_param_change": config.max_param_change,
                               "weight_decay": config.weight_decay / lr_factor}
     if config.preconditions or config.kind == "sgd":
-        return SGD(model, lr, fast_gemm=fast_gemm, **common)
+        return SGD(model, lr, **common)
     # AdamW is the default, too, but then a warning lists the layers that it trains
     return NGSGD(model, lr, loss_reduction="sum", fallback="adamw", rank_in=config.rank_in,
                  rank_out=config.rank_out, update_period=config.update_period, alpha=config.alpha,

@@ -11,7 +11,7 @@ from torch import nn
 
 from ngsgd import NGSGD
 from ngsgd.ops.natural_gradient import FisherState, Smoothing, spectrum
-from ngsgd.optim.inspection import EstimateHealth, figures, inspect, suggest_ranks
+from ngsgd.optim.inspection import figures, inspect
 
 
 def trained(num_directions: int, cosine_period: int = 0) -> NGSGD:
@@ -49,24 +49,6 @@ def test_effective_rank_and_share_see_the_strong_directions() -> None:
 def test_a_round_scatter_has_full_effective_rank() -> None:
     state = FisherState(torch.zeros(3, 12), np.full(3, 1e-9), 1.0)
     assert spectrum(state, Smoothing(4.0, 1e-10, 5e-4)).max() < 1e-8
-    assert EstimateHealth(12, 3, (1e-9,) * 3, 12.0, 0.25).suggested_rank == 1
-
-
-@pytest.mark.parametrize(("e", "rank"), [
-    ((0.9, 0.5, 0.1), 3),           # healthy: stays
-    ((0.9, 0.5, 0.06, 0.01), 3),    # the last ones hardly count
-    ((0.9, 0.8, 0.7), 6),           # cut off too early
-    ((0.9,) * 30, 30),              # as many as there can be
-])
-def test_suggested_rank_puts_the_last_e_between_the_bounds(e: tuple[float, ...], rank: int) -> None:
-    assert EstimateHealth(48, len(e), e, 5.0, 0.9).suggested_rank == min(rank, 24) if len(e) < 24 else rank
-
-
-def test_suggestions_are_layer_options() -> None:
-    ranks = suggest_ranks(trained(5))
-    model = nn.Sequential(nn.Linear(40, 10))
-    optimizer = NGSGD(model, lr=1e-4, layer_options=ranks)
-    assert dict(optimizer.preconditioners())["0.input"].rank == min(ranks["0"]["rank_in"], 20)
 
 
 def test_the_cosine_is_to_the_plain_gradient_and_only_there_when_asked_for() -> None:
@@ -83,4 +65,4 @@ def test_the_cosine_is_to_the_plain_gradient_and_only_there_when_asked_for() -> 
 
 def test_layers_without_data_are_skipped() -> None:
     optimizer = NGSGD(nn.Sequential(nn.Linear(4, 3)), lr=1e-3)
-    assert inspect(optimizer) == {} and suggest_ranks(optimizer) == {} and figures(optimizer) == {}
+    assert inspect(optimizer) == {} and figures(optimizer) == {}

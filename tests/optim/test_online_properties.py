@@ -424,33 +424,6 @@ def test_updates_that_wait_in_a_queue_are_bit_equal_to_immediate_ones(dtype: tor
         assert_equal_bits(a, b)
 
 
-@DTYPES
-def test_the_sum_of_preconditioned_rows_may_come_from_second_moments(dtype: torch.dtype) -> None:
-    # float32: the norm that is left is a difference of sums, at least a tenth of them here
-    tolerance = EXACT if dtype == torch.float64 else 1e-4
-    ours, theirs = (OnlineNaturalGradient(4, 3) for _ in range(2))
-    for t in range(16):
-        X = rows(30, 9, t, dtype)
-        Xhat, scale = theirs.precondition(X)
-        total = ours.precondition_sum(X.T @ X, X.sum(dim=0), num_rows=30.0)
-        assert (total is None) == (t == 0)
-        if total is None:
-            ours.precondition(X)
-        else:
-            assert_close(total, scale * Xhat.sum(dim=0), tolerance)
-    assert_same_state(ours, theirs, tolerance)
-
-
-def test_second_moments_are_refused_where_next_to_nothing_is_left_of_the_rows() -> None:
-    ng = OnlineNaturalGradient(1, alpha=0.01, num_samples_history=1.0)
-    X = torch.randn(50, 1) @ torch.ones(1, 6)
-    for _ in range(12):
-        ng.precondition(X)
-    num_calls = ng.num_calls
-    assert (ng.precondition_sum(X.T @ X, X.sum(dim=0), num_rows=50.0) is None
-            and ng.num_calls == num_calls)
-
-
 def test_an_update_waits_until_its_own_estimate_is_needed_or_the_step_is_done() -> None:
     queue = UpdateQueue(deferred=True)
     ng, other = (OnlineNaturalGradient(2, queue=queue) for _ in range(2))

@@ -63,7 +63,7 @@ def made(config: OptimizerConfig) -> tuple[nn.Module, Callable[[int], None], Pre
     preconditioner = make_preconditioner(model, config, 0)
 
     def step(index: int) -> None:
-        optimizer: Optimizer = make_optimizer(model, config, LRS[index], 1.0, fast_gemm=False)
+        optimizer: Optimizer = make_optimizer(model, config, LRS[index], 1.0)
         optimizer.zero_grad()
         preconditioner.evaluate_and_step(lambda: loss(model, index), LRS[index])
         optimizer.step()

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ngsgd.arguments import checks_arguments, require_state
-from ngsgd.errors import ArgumentError, DivergenceError, OptimizerStateError
+from ngsgd.arguments import checks_arguments
+from ngsgd.errors import ArgumentError, DivergenceError
 from ngsgd.ops import fisher_projection, tensors
 from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.fisher_projection import PreconditionContext
 from ngsgd.ops.polar_update import PolarState, eta_of, kaldi, polar
+from ngsgd.optim.fisher.estimate import Derived, RowMoments, checked_state
 from ngsgd.optim.fisher.stack import Shares
 from ngsgd.optim.fisher.update_queue import UpdateQueue
-from ngsgd.preconditioners.states import finite_tensor, number_of
 
 # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4.
 _NNET3_FIRST_UPDATES = 11
@@ -32,7 +32,6 @@ _SMALL_SUM_SQ = 1e-13
 # Fraction of tr X X^T that leaves three digits of a float32 difference; with alpha 4 and 32
 # dimensions at least 1e-2 remains.
 _MIN_NORM_LEFT = 1e-3
-_STATE_TENSORS = ("W", "d", "rho")
 
 
 class OnlineNaturalGradient:
@@ -101,8 +100,7 @@ class OnlineNaturalGradient:
         self._commit, self._calls_since = 0, 0
         self.queue = UpdateQueue() if queue is None else queue
         self._state: ops.FisherState | PolarState | None = None
-        # W W^T of the current state, computed on demand
-        self._gram_RR: Tensor | None = None
+        self._derived: Derived | None = None
 
     @property
     def state(self) -> ops.FisherState | None:
@@ -187,6 +185,36 @@ class OnlineNaturalGradient:
             self._raise_unless_finite(projected.sum_sq, X_ND, dim)
         return PreconditionContext(X_ND, one_N, num_rows, loss_scale, state, projected)
 
+    def moments_of(self, X_ND: Tensor, one_N: Tensor | None = None, *, loss_scale: Tensor | float = 1.0) -> RowMoments | None:
+        """Begin a call without preconditioned rows; None if the rows update no estimate.
+
+        With many more rows than columns L = J W^T costs less than H^T H; Kaldi computes it so, too.
+        """
+        call = self.begin(X_ND, one_N, loss_scale=loss_scale, corrects=False) if self.updates_now() else None
+        if call is None:
+            return None
+        J_RD = ops.project_back(call.X_ND, call.projection.H_NR, call.one_N)
+        KL_2RR = torch.stack([J_RD @ J_RD.T, J_RD @ call.estimate.left_RD.T])
+        return RowMoments(J_RD, KL_2RR, float(call.projection.sum_sq), call.num_rows, loss_scale)
+
+    def scale_of(self, moments: RowMoments | None) -> float:
+        """Return gamma of (38); None: of rows whose scatter is a multiple of the estimate."""
+        if moments is not None:
+            # |X - H W|^2 from |X|^2 and L
+            taken = 2.0 * moments.KL_2RR[1].trace() - torch.dot(moments.KL_2RR[1].reshape(-1), self.gram().view(-1))
+            sum_sq_hat = moments.sum_sq - taken.item()
+            if sum_sq_hat > _MIN_NORM_LEFT * moments.sum_sq:
+                return float(ops.rescaling(moments.sum_sq, sum_sq_hat))
+        self.queue.wait(self)
+        return self._of_state().scale
+
+    def finish_moments(self, moments: RowMoments | None) -> None:
+        """End a call without preconditioned rows."""
+        if moments is None:
+            self.count_call()
+        else:
+            self.end_call(moments.J_RD, moments.sum_sq, moments.num_rows, moments.loss_scale, moments.KL_2RR)
+
     def finish(self, call: PreconditionContext) -> None:
         """Update the estimate if an update is due in this call."""
         J_RD = KL_2RR = None
@@ -208,34 +236,6 @@ class OnlineNaturalGradient:
                 KL_2RR = torch.stack([J_RD @ J_RD.T, J_RD @ self.current(J_RD).left_RD.T])
             self.queue.add(self, J_RD, KL_2RR, (sum_sq, num_rows, loss_scale))
         self.count_call()
-
-    def precondition_sum(self, S_DD: Tensor, sum_D: Tensor, *, num_rows: Tensor | float,
-                         loss_scale: Tensor | float = 1.0) -> Tensor | None:
-        """Return the scaled sum of the preconditioned rows from S = X^T X and the sum of the rows.
-
-        Also updates the estimate. On a CPU with small D this is cheaper than preconditioning each
-        row. Returns None, without an effect, if there is no estimate in Kaldi's form yet, or if
-        float32 cannot represent the norm of the preconditioned rows.
-        """
-        if self._state is None:
-            return None
-        self.queue.wait(self)
-        state = self._matched(S_DD, S_DD.shape[0])
-        if isinstance(state, PolarState):
-            return None
-        W_RD = state.W_RD
-        J_RD = W_RD @ S_DD                                                    # H^T X, as H is X W^T
-        L_RR = J_RD @ W_RD.T
-        sum_sq = S_DD.trace().item()
-        # |X - H W|^2
-        sum_sq_hat = sum_sq - 2.0 * L_RR.trace().item() + torch.dot(L_RR.view(-1), self.gram().view(-1)).item()
-        if sum_sq_hat < _MIN_NORM_LEFT * sum_sq:
-            return None
-        if self.on_nonfinite == "raise":
-            self._raise_unless_finite(sum_sq, S_DD, len(S_DD))
-        total_D = torch.addmv(sum_D, W_RD.T, W_RD @ sum_D, alpha=-1).mul_(ops.rescaling(sum_sq, sum_sq_hat))
-        self.end_call(J_RD if self.updates_now() else None, sum_sq, num_rows, loss_scale, torch.stack([J_RD @ J_RD.T, L_RR]))
-        return total_D
 
     @property
     def has_begun(self) -> bool:
@@ -312,7 +312,7 @@ class OnlineNaturalGradient:
 
     def updated(self, problem: ops.UpdateProblem, state: ops.FisherState) -> None:
         """Replace the estimate by the result of an update; the queue calls it."""
-        self._state, self._gram_RR = state, None
+        self._state = state
         is_flat = self.smoothing.is_relative and state.d_R[0] <= ops.SMALLEST_EIGENVALUE and problem.moments.sum_sq > 0.0
         # Once for all estimates of an optimizer.
         if is_flat and not self.queue.has_warned:
@@ -329,14 +329,28 @@ class OnlineNaturalGradient:
             self._state = kaldi(self._state, old)
         if self._state is not None:
             self._state = ops.resmoothed(self._state, old, self.smoothing)
-            self._gram_RR = None
 
     def gram(self) -> Tensor:
         """Return W W^T (R x R) of the current estimate."""
+        return self._of_state().gram_RR
+
+    @property
+    def may_expect_scale(self) -> bool:
+        """Whether `scale_of` may replace the gamma of rows that do not update the estimate."""
+        return self.update == "auto" and self.on_nonfinite == "skip" and isinstance(self._state, ops.FisherState)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rank, and dimension of the rows, of the present estimate."""
+        assert self._state is not None
+        rank, dim = self._state.left_RD.shape
+        return rank, dim
+
+    def _of_state(self) -> Derived:
         assert isinstance(self._state, ops.FisherState)
-        if self._gram_RR is None:
-            self._gram_RR = self._state.W_RD @ self._state.W_RD.T
-        return self._gram_RR
+        if self._derived is None or self._derived.state is not self._state:
+            self._derived = Derived(self._state, self.smoothing)
+        return self._derived
 
     def freeze(self, frozen: bool = True) -> None:
         """Stop or resume updates of the estimate and the count of calls."""
@@ -345,7 +359,7 @@ class OnlineNaturalGradient:
     def reset(self) -> None:
         """Discard the estimate and the count of calls; the next rows initialize it again."""
         self.queue.drop(self)
-        self._state = self._gram_RR = None
+        self._state = None
         self.num_calls = self._calls_since = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -370,7 +384,7 @@ class OnlineNaturalGradient:
             self.load_state_dict(state)
             return
         self.queue.drop(self)
-        self._state, self._gram_RR = PolarState(*(state[key].clone() for key in ("R", "V", "M", "rho"))), None
+        self._state = PolarState(*(state[key].clone() for key in ("R", "V", "M", "rho")))
         self.num_calls, self._calls_since = state["t"], 0
 
     def empty_state(self, like: Tensor) -> dict[str, Any]:
@@ -388,9 +402,9 @@ class OnlineNaturalGradient:
         Raises:
             OptimizerStateError: the state is of another method or dimension, or damaged.
         """
-        found, num_calls = _checked_state(state, self.name, self.dim)
+        found, num_calls = checked_state(state, self.name, self.dim)
         self.queue.wait(self)
-        self._state, self.num_calls, self._gram_RR = found, num_calls, None
+        self._state, self.num_calls = found, num_calls
 
     def updates_now(self, num_calls_ahead: int = 0) -> bool:
         """Return whether this call, or one some calls ahead, updates the estimate."""
@@ -429,7 +443,7 @@ class OnlineNaturalGradient:
         if W_RD.dtype != X_ND.dtype or W_RD.device != X_ND.device:
             state = self.state
             assert state is not None
-            self._state, self._gram_RR = state._replace(W_RD=state.W_RD.to(X_ND)), None
+            self._state = state._replace(W_RD=state.W_RD.to(X_ND))
         is_wanted = self.update == "polar" or (self.update == "auto" and not X_ND.is_cpu)
         # The first nonzero rows may lower the initial value, which the host does.
         if is_wanted and isinstance(self._state, ops.FisherState) and not (
@@ -459,26 +473,3 @@ class OnlineNaturalGradient:
             KL_2RR = ops.moment_products(J_RD, H_NR)
             total(KL_2RR[1])
             passes.add(self, J_RD, KL_2RR, (sum_sq, num_rows, loss_scale))
-
-
-def _checked_state(state: Any, name: str, dim: int | None = None) -> tuple[ops.FisherState | None, int]:
-    """Return (estimate, calls) of a state of `OnlineNaturalGradient` with rows of `dim`."""
-    require_state(state, ("t",) if isinstance(state, Mapping) and {*state} == {"t"} else ("t", *_STATE_TENSORS), name,
-                  OptimizerStateError)
-    if extra := sorted({*state} - {"t", *_STATE_TENSORS}):
-        raise OptimizerStateError(f"the state of {name} has {extra[0]!r}, which estimates do not have.")
-    num_calls = number_of(state, "t", name)
-    if "W" not in state:
-        return None, num_calls
-    W_RD, d_R, rho = (finite_tensor(state[key], f"{key} of the state of {name}") for key in _STATE_TENSORS)
-    if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.numel() != 1 or not W_RD.is_floating_point():
-        raise OptimizerStateError(f"Invalid state of {name}: W {tuple(W_RD.shape)} of {W_RD.dtype}, d {tuple(d_R.shape)}, "
-                                  f"rho {tuple(rho.shape)}; load a complete state.")
-    if dim is not None and W_RD.shape[1] != dim:
-        raise OptimizerStateError(f"the state of {name} has rows of dimension {W_RD.shape[1]}, and this estimate {dim}; "
-                                  "load the state of the same model.")
-    if not 0 < len(W_RD) < W_RD.shape[1]:
-        raise OptimizerStateError(f"the state of {name} has rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
-                                  "must be at least 1 and below the dimension.")
-    W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
-    return ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls

@@ -26,9 +26,7 @@ from torch import nn
 
 # registers the operators that layers call in a compiled graph
 from ngsgd.optim.layers import attention, compiled, convolution, scale_offset  # noqa: F401
-from ngsgd.optim.layers.base import OWNER
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
-from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, ObservedLinear
 from ngsgd.optim.layers.linear import NaturalGradientLinear, NaturalGradientTransposedLinear
 
@@ -50,7 +48,6 @@ NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 # Conv1D of transformers joins these two at its first use; the public constant never changes.
 _NATURAL_CLASSES = dict(NATURAL_GRADIENT_CLASSES)
 _PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
-_PLAIN_CLASSES[FastLinear] = nn.Linear
 
 
 def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
@@ -88,7 +85,6 @@ def attach(layer: nn.Module, settings: FisherSettings, context: LayerContext) ->
     preconditioner.is_transposed = issubclass(new_class, NaturalGradientTransposedLinear)
     layer.__class__ = new_class
     layer.__dict__["preconditioner"] = preconditioner
-    layer.__dict__.pop(OWNER, None)
     return preconditioner
 
 

@@ -17,9 +17,6 @@ from torch.autograd import forward_ad
 from ngsgd.errors import ConfigError
 from ngsgd.optim.layers.common import LayerPreconditioner
 
-# Attribute of a layer that uses the fast GEMM under a plain SGD.
-OWNER = "_fast_linear_owner"
-
 
 class NaturalGradientLayer(nn.Module):
     """A layer whose class `NGSGD` changed in place; the last base of each class is torch's own."""
@@ -33,7 +30,7 @@ class NaturalGradientLayer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the plain layer: the estimates belong to one optimizer."""
-        state = {key: value for key, value in self.__dict__.items() if key not in ("preconditioner", OWNER)}
+        state = {key: value for key, value in self.__dict__.items() if key != "preconditioner"}
         # Not __newobj__, for which pickle requires the class of this object.
         return copyreg._reconstructor, (self.plain_class, object, None), state  # type: ignore[attr-defined]
 

@@ -23,6 +23,9 @@ from ngsgd.optim.fisher.update_queue import UpdateQueue
 _MAX_ROW_NORM = 2.0
 # With fewer rows, a sum and a mean cannot be distinguished.
 _MIN_ROWS = 8
+# Multiplications of projected rows that are worth the products of a plain gradient, and how many
+# times as many they must be.
+_MIN_PRODUCTS, _MIN_SAVING = 1 << 18, 4.0
 # Number of cached minibatch shapes; utterances have many lengths.
 _MANY_SHAPES = 200
 
@@ -263,6 +266,21 @@ class LayerPreconditioner:
     def is_shared(self) -> bool:
         """Whether the ranks of DistributedDataParallel have one estimate of all their rows."""
         return not self.is_tied and self.context.ranks is not None
+
+    def may_expect_scales(self, is_cpu: bool, num_rows: Number) -> bool:
+        """Return whether a minibatch of `num_rows` rows preconditions its plain gradient.
+
+        Its gamma (38) is then that of the estimates, unless it updates them.
+        """
+        context, sides = self.context, self.sides.values()
+        if not is_cpu or context.sums_row_products or context.ignore_zero_rows or not all(side.may_expect_scale for side in sides):
+            return False
+        of_rows = float(num_rows) * sum(rank * dim for rank, dim in (side.shape for side in sides))
+        return of_rows > max(_MIN_PRODUCTS, _MIN_SAVING * self.num_plain_products())
+
+    def num_plain_products(self) -> int:
+        """Multiplications that precondition the plain gradient, half of them."""
+        return 0
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
         """Precondition `grad` of the parameters, the plain mean over ranks.

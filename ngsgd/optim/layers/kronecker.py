@@ -2,18 +2,23 @@
 
 The gradient is formed once, from preconditioned rows, inside the backward pass; hooks that
 recompute it would need a second GEMM of the size of the layer. Source: arXiv 1410.7455, section 4.
+
+With many more rows than columns on a CPU, the plain gradient P is preconditioned instead, which is
+the same: (1 - V^T V) P (1 - W^T W). Only minibatches that update an estimate then project its rows;
+the scale gamma (38) of others is that of rows whose scatter matrix is the estimate.
 Letters: N rows, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
-from ngsgd.ops.fisher_projection import PreconditionContext, row_norms, sum_sq_of_residual
+from ngsgd.ops.fisher_projection import row_norms
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
@@ -36,17 +41,19 @@ class KroneckerPreconditioner(LayerPreconditioner):
         if self.is_shared:
             return self.shared_gradient(X_NI, dY_NO)
         dtype = X_NI.dtype
+        if dtype == upcast(X_NI).dtype and self.may_expect_scales(X_NI.is_cpu, len(X_NI)):
+            return self._of_plain_gradient(X_NI, dY_NO)
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
         X_NI, one_N, num_rows = self.counted(X_NI, dY_NO)
         loss_scale = self.context.loss_scale()
-        # The limit needs rows; in half precision, a correction after the GEMM would come after
-        # rounding.
-        needs_rows = self.context.sums_row_products or dtype != X_NI.dtype
-        factors = not needs_rows and dY_NO.is_cpu and is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
         # Derivatives first: the input derivative has just read them, so they may still be cached.
-        outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
-                                         scratch=None if factors else self.context.scratch.like("outputs", dY_NO))
-        dYhat_NO, output_scale, correction = self.find_output_rows(outputs, dY_NO, factors)
+        outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale,
+                                         scratch=self.context.scratch.like("outputs", dY_NO))
+        dYhat_NO = dY_NO
+        output_scale: Number = 1.0
+        if outputs is not None:
+            dYhat_NO, _, output_scale = outputs.preconditioned(self.context.scratch.like("outputs", dY_NO))
+            self.output_side.finish(outputs)
         memory = self.context.scratch.like("inputs", X_NI)
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=memory)
         # Both may be overwritten.
@@ -56,15 +63,43 @@ class KroneckerPreconditioner(LayerPreconditioner):
         scale = input_scale * output_scale
         if self.context.sums_row_products:
             self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, scale, loss_scale)
-        gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, scale, correction, dtype)
+        gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, scale, dtype)
         if self.context.measures_cosine:
-            plain_OI = dY_NO.T @ X_NI
-            self.cosine = torch.nn.functional.cosine_similarity(gradient[0].view(-1), plain_OI.view(-1), dim=0)
+            self._measure_cosine(gradient[0], dY_NO.T @ X_NI)
         if inputs is not None:
             self.input_side.finish(inputs)
-        if correction is not None:
-            self.output_side.finish(correction)
         return gradient
+
+    def num_plain_products(self) -> int:
+        (rank_in, num_columns), (rank_out, num_outputs) = (side.shape for side in self.sides.values())
+        return num_columns * num_outputs * (rank_in + rank_out)
+
+    def _of_plain_gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
+        P_OD, one_N = self._plain_gradient(X_NI, dY_NO)
+        rows = {self.output_side: (dY_NO, None, self.context.loss_scale()), self.input_side: (X_NI, one_N, 1.0)}
+        moments, scale = {}, 1.0
+        for side, (rows_ND, appended_N, loss_scale) in rows.items():
+            moments[side] = side.moments_of(rows_ND, appended_N, loss_scale=loss_scale)
+            scale *= side.scale_of(moments[side])
+        found_OD = preconditioned(P_OD, self.output_side, self.input_side)
+        num_inputs = X_NI.shape[1]
+        self._measure_cosine(found_OD[:, :num_inputs], P_OD[:, :num_inputs])
+        for side, own in moments.items():
+            side.finish_moments(own)
+        return found_OD[:, :num_inputs] * scale, found_OD[:, -1] * scale if self.has_bias else None
+
+    def _plain_gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return [dW | db], and the column of ones of the inputs."""
+        if not self.has_bias:
+            return gemm.mm(dY_NO.T, X_NI), None
+        P_OD = X_NI.new_empty(dY_NO.shape[1], X_NI.shape[1] + 1)
+        gemm.mm(dY_NO.T, X_NI, out=P_OD[:, :-1])
+        torch.sum(dY_NO, dim=0, out=P_OD[:, -1])
+        return P_OD, self.context.scratch.ones(X_NI)
+
+    def _measure_cosine(self, gradient_OI: Tensor, plain_OI: Tensor) -> None:
+        if self.context.measures_cosine:
+            self.cosine = torch.nn.functional.cosine_similarity(gradient_OI.reshape(-1), plain_OI.reshape(-1), dim=0)
 
     def shared_gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the plain gradients; keep the moments of the rows for the step."""
@@ -75,8 +110,9 @@ class KroneckerPreconditioner(LayerPreconditioner):
         X_NI, one_N, num_rows = self.counted(X_NI, dY_NO)
         shared, keeps_rows = self.context.shared, self.context.sums_row_products
         one_N = one_N if self.input_side.dim != X_NI.shape[1] else None
-        shared.observe(self.input_side, X_NI, one_N, num_rows, keeps_rows=keeps_rows)
-        shared.observe(self.output_side, dY_NO, None, num_rows, keeps_rows=keeps_rows)
+        needs_scale = not self.may_expect_scales(X_NI.is_cpu, len(X_NI))
+        shared.observe(self.input_side, X_NI, one_N, num_rows, keeps_rows=keeps_rows, needs_scale=needs_scale)
+        shared.observe(self.output_side, dY_NO, None, num_rows, keeps_rows=keeps_rows, needs_scale=needs_scale)
         return dW_OI, db_O if self.has_bias else None
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:
@@ -85,33 +121,12 @@ class KroneckerPreconditioner(LayerPreconditioner):
         if self.bias is not None and self.bias.requires_grad and self.bias.grad is not None:
             db_O = self.bias.grad
         P_OD = plain_OI if db_O is None else torch.cat([plain_OI, db_O[:, None].to(plain_OI)], dim=1)
-        P_OD = without_large_directions(P_OD, self.output_side, self.input_side)
-        for scale in scales.values():
-            P_OD = P_OD * scale
+        P_OD = preconditioned(P_OD, self.output_side, self.input_side) * math.prod(scales.values())
         dW_OI = P_OD[:, :plain_OI.shape[1]]
-        if self.context.measures_cosine:
-            self.cosine = torch.nn.functional.cosine_similarity(dW_OI.reshape(-1), plain_OI.reshape(-1), dim=0)
+        self._measure_cosine(dW_OI, plain_OI)
         self.leaf.grad.copy_(dW_OI.T if self.is_transposed else dW_OI.reshape(self.leaf.shape))
         if self.bias is not None and self.bias.requires_grad and self.bias.grad is not None:
             self.bias.grad.copy_(P_OD[:, -1])
-
-    def find_output_rows(self, outputs: PreconditionContext | None, dY_NO: Tensor,
-                     factors: bool) -> tuple[Tensor, Tensor | float, PreconditionContext | None]:
-        """Precondition the output derivatives, or defer the correction to the weight gradient.
-
-        Returns:
-            (dYhat, gamma, None), or (dY, gamma, the call) if correcting the weight gradient is
-            cheaper.
-        """
-        if outputs is None:
-            return dY_NO, 1.0, None
-        if factors and not self.output_side.is_polar:
-            sum_sq_hat = sum_sq_of_residual(outputs.projection, self.output_side.gram())
-            if sum_sq_hat is not None:
-                return dY_NO, outputs.scale(sum_sq_hat), outputs
-        dYhat_NO, _, scale = outputs.preconditioned(self.context.scratch.like("outputs", dY_NO))
-        self.output_side.finish(outputs)
-        return dYhat_NO, scale, None
 
     def counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Return (input rows, appended column, their number), if requested no zero derivatives."""
@@ -154,38 +169,22 @@ class ObservedLinear(KroneckerPreconditioner):
         return dW_OI, db_O
 
 
-def is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
-    """Return whether dY^T Xhat - W^T (H^T Xhat) costs less than dYhat = dY - H W on a CPU."""
-    # Both sides omit a factor 2 R.
-    return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
-
-
-def without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
-    """Multiply u by the inverse Fisher matrices of both sides, up to a factor."""
-    x_OI = upcast(u_OI)
+def preconditioned(P_OD: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
+    """Multiply P by the inverse Fisher matrices of both sides, up to a factor."""
+    x_OD = upcast(P_OD)
     if (factors := inputs.factors) is not None:
-        left_RI, right_RI = (factor.to(x_OI) for factor in factors)
-        x_OI = torch.addmm(x_OI, x_OI @ left_RI.T, right_RI, alpha=-1)
+        left_RD, right_RD = (factor.to(x_OD) for factor in factors)
+        x_OD = gemm.sub_matmul(x_OD, gemm.mm(x_OD, left_RD.T), right_RD)
     if (factors := outputs.factors) is not None:
-        left_RO, right_RO = (factor.to(x_OI) for factor in factors)
-        x_OI = torch.addmm(x_OI, right_RO.T, left_RO @ x_OI, alpha=-1)
-    return x_OI.to(u_OI.dtype)
+        left_RO, right_RO = (factor.to(x_OD) for factor in factors)
+        x_OD = gemm.sub_matmul(x_OD, right_RO.T, gemm.mm(left_RO, x_OD))
+    return x_OD.to(P_OD.dtype)
 
 
 def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, scale: Tensor | float,
-             correction: PreconditionContext | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the (weight, bias) gradient; a `correction` of dY itself is made in R dimensions."""
+             dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the (weight, bias) gradient; overwrites the rows."""
     # Scale before the conversion to half precision, to stay in its range.
-    if dtype != Xhat_NI.dtype:
-        dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
-    else:
-        taken_RI = None if correction is None else gemm.mm(correction.projection.H_NR.T, Xhat_NI).mul_(scale)
-        dW_OI = gemm.scaled_mm(dYhat_NO.T, Xhat_NI, scale)
-        if correction is not None and taken_RI is not None:
-            dW_OI = gemm.sub_matmul(dW_OI, correction.estimate.right_RD.T, taken_RI, dW_OI)
-    if one_hat_N is None:
-        return dW_OI, None
-    if correction is None:
-        return dW_OI, gemm.scaled_mv(dYhat_NO.T, one_hat_N, scale)
-    db_O = torch.mv(dYhat_NO.T, one_hat_N.mul_(scale))
-    return dW_OI, db_O.addmv_(correction.estimate.right_RD.T, torch.mv(correction.projection.H_NR.T, one_hat_N), alpha=-1)
+    dW_OI = (gemm.scaled_mm(dYhat_NO.T, Xhat_NI, scale) if dtype == Xhat_NI.dtype
+             else gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype))
+    return dW_OI, None if one_hat_N is None else gemm.scaled_mv(dYhat_NO.T, one_hat_N, scale)

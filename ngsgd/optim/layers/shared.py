@@ -48,15 +48,13 @@ class _Moments:
     # a matrix without rows, of the dtype and device of the rows of all ranks
     like_ND: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def add(self, side: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None) -> None:
-        """Add rows by the present estimate."""
+    def add(self, side: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None, *, needs_scale: bool = True) -> None:
+        """Add rows by the present estimate, if the scale or an update needs them."""
+        if not needs_scale and not side.updates_now():
+            return
         X_ND, state = X_ND.contiguous(), side.current(X_ND)
         projection = fisher_projection.project(X_ND, state.left_RD, one_N, right_RD=state.right_RD, corrects=False)
-        found: Number | None = None
-        if X_ND.is_cpu and isinstance(state, ops.FisherState):
-            found = fisher_projection.sum_sq_of_residual(projection, side.gram())
-        if found is None:
-            found = fisher_projection.with_residual(projection, X_ND, state.right_RD, one_N).sum_sq_hat
+        found = fisher_projection.with_residual(projection, X_ND, state.right_RD, one_N).sum_sq_hat
         assert found is not None
         self.sum_sq, self.sum_sq_hat = self.sum_sq + projection.sum_sq, self.sum_sq_hat + found
         if side.updates_now():
@@ -81,14 +79,14 @@ class SharedPass:
         return {"_moments": {}, "_biases": {}}
 
     def observe(self, side: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None, num_rows: Number, *,
-                keeps_rows: bool = False) -> None:
+                keeps_rows: bool = False, needs_scale: bool = True) -> None:
         """Add the moments of rows [X | one], of which `num_rows` count."""
         moments = self._moments.setdefault(side, _Moments())
         moments.num_rows = moments.num_rows + num_rows
         if keeps_rows or not side.has_begun:
             moments.rows.append((X_ND.detach(), one_N))
         if side.has_begun:
-            moments.add(side, X_ND.detach(), one_N)
+            moments.add(side, X_ND.detach(), one_N, needs_scale=needs_scale)
 
     def observe_bias(self, layer: LayerPreconditioner, db_O: Tensor) -> None:
         """Add the plain gradient of a frozen bias."""
@@ -126,6 +124,10 @@ class SharedPass:
         due = [side for side in begun if side.updates_now()]
         products = dict(zip(due, ranks.sums([moments[side].products(side) for side in due]), strict=True))
         scales = {side: ops.rescaling(moments[side].sum_sq, moments[side].sum_sq_hat) for side in begun}
+        for layer in used:
+            sides = [side for side in layer.sides.values() if side in scales]
+            if sides and layer.may_expect_scales(moments[sides[0]].like_ND.is_cpu, moments[sides[0]].num_rows):
+                scales |= {side: side.scale_of(None) for side in sides if not side.updates_now()}
         if context.sums_row_products:
             _sum_row_products([layer for layer in used if "input" in layer.sides], moments, scales, ranks)
         for layer in used:

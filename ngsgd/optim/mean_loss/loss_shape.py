@@ -21,7 +21,7 @@ _ELEMENTWISE = {"MseLossBackward0", "BinaryCrossEntropyBackward0", "BinaryCrossE
 _SOFTMAX = {"LogSoftmaxBackward0", "SoftmaxBackward0"}
 # Operations with features in the last dimension, and in dimension 1.
 _LAST = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Embedding", "NativeLayerNorm", "MkldnnRnn", "CudnnRnn",
-         "ScaledDotProduct", "_Affine", "_PlainAffine")
+         "ScaledDotProduct", "_Affine")
 _FIRST = ("Convolution", "Mkldnn", "Cudnn", "NativeBatchNorm", "NativeGroupNorm", "_Convolution", "Upsample", "AvgPool",
           "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool")
 _SLICES = ("SliceBackward0", "SelectBackward0", "SplitBackward0", "UnbindBackward0", "SplitWithSizesBackward0")
@@ -219,7 +219,7 @@ def _width(edge: _Edge) -> int | None:
     name, shape = node.name(), _shape(edge)
     if name in _SOFTMAX:
         return shape[_wrapped(node._saved_dim, len(shape))] if shape else 1
-    if name.startswith("_ScaleOffset"):
+    if name.startswith(("ScaleOffset", "FusedNorm")):
         return shape[1] if node.first == 1 and len(shape) > 1 else shape[-1]
     if name.startswith(_LAST):
         return shape[-1] if len(shape) > 1 and shape[-1] else 1

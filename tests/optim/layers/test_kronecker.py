@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
-from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, is_cheaper_factored
 from tests.reference.kronecker import KroneckerReference
 
 # float64 on both sides; the two differ in the order of sums, and an update squares the condition
 # number of the Fisher matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16
 EQUAL: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
-ROW_FORM = (24, 10, 6)        # N, I, O
-FACTORED_FORM = (24, 3, 12)
-SHAPES = pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [ROW_FORM, FACTORED_FORM], ids=["rows", "factored"])
+NARROW = (24, 10, 6)        # N, I, O
+WIDE = (24, 3, 12)
+MANY_ROWS = (1200, 24, 16)    # whose plain gradient is preconditioned
+SHAPES = pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [NARROW, WIDE], ids=["narrow", "wide"])
 
 
 def minibatches(num: int, num_rows: int, num_inputs: int, num_outputs: int, *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,25 +56,6 @@ def backward(layer: nn.Module, X: Tensor, dY: Tensor) -> None:
     layer(X).backward(dY)
 
 
-def test_the_two_shapes_take_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the tests of this file: each form has to be met."""
-    assert not is_cheaper_factored(*ROW_FORM)
-    assert is_cheaper_factored(*FACTORED_FORM)
-    taken = []
-    output_rows = KroneckerPreconditioner.find_output_rows
-
-    def spy(*args: Any) -> Any:
-        taken.append(output_rows(*args)[2] is not None)
-        return output_rows(*args)
-    monkeypatch.setattr(KroneckerPreconditioner, "find_output_rows", spy)
-    for shape in (ROW_FORM, FACTORED_FORM):
-        layer, optimizer = layer_of(*shape[1:])
-        optimizer.freeze()  # the spy computes twice
-        for X, dY in minibatches(3, *shape):
-            backward(layer, X, dY)
-    assert taken == [False] * 3 + [True] * 3
-
-
 @pytest.mark.entry("N1", "the model has an `nn.Linear`", "works",
                    "natural gradient of rows of inputs and output gradients; exact classes only, "
                    "since a subclass may compute something else")
@@ -98,6 +79,46 @@ def test_gradient_is_the_product_of_standalone_preconditioned_rows(num_rows: int
         torch.testing.assert_close(x.grad, dY @ layer.weight.detach())  # plain; float64 rounding
     sides = dict(optimizer.preconditioners())
     assert sides["Linear.input"].num_calls == sides["Linear.output"].num_calls == 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_the_plain_gradient_of_many_rows_is_preconditioned(bias: bool, dtype: torch.dtype) -> None:
+    layer, optimizer = layer_of(*MANY_ROWS[1:], bias=bias)
+    layer.to(dtype)
+    expecting, exact = (KroneckerReference(*MANY_ROWS[1:], has_bias=bias, expects_scales=expects) for expects in (True, False))
+    # float32: ten steps from the estimates, whose condition number is at most 2000, to the gradient
+    equal = EQUAL if dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-4 * MANY_ROWS[0]}
+    ratios = []
+    for X, dY in minibatches(20, *MANY_ROWS):
+        side = dict(optimizer.preconditioners())["Linear.input"]
+        updates = side.updates_now()
+        optimizer.zero_grad()
+        backward(layer, X.to(dtype), dY.to(dtype))
+        expected, kaldis = expecting.gradient(X, dY), exact.gradient(X, dY)
+        assert layer.weight.grad is not None
+        torch.testing.assert_close(layer.weight.grad.double(), expected[0], **equal)
+        if bias:
+            assert layer.bias.grad is not None
+            torch.testing.assert_close(layer.bias.grad.double(), expected[1], **equal)
+        assert nn.functional.cosine_similarity(layer.weight.grad.flatten().double(), (dY.T @ X).flatten(), dim=0) < 0.99
+        if not updates:
+            ratios.append(float(layer.weight.grad.norm() / kaldis[0].norm()))
+    # rows of one distribution: gamma is that of the minibatch up to the spread of 1,200 rows
+    assert len(ratios) == 7 and all(0.9 < ratio < 1.1 for ratio in ratios) and any(abs(ratio - 1.0) > 1e-4 for ratio in ratios)
+    assert all(one.num_calls == 20 for _, one in optimizer.preconditioners())
+
+
+@pytest.mark.parametrize("settings", [{"update": "exact"}, {"on_nonfinite": "raise"}, {"ignore_zero_rows": True},
+                                      {"max_change_per_sample": 0.1}], ids=str)
+def test_kaldis_scales_of_many_rows_are_one_setting_away(settings: dict[str, Any]) -> None:
+    layer = nn.Linear(*MANY_ROWS[1:], dtype=torch.float64)
+    optimizer = NGSGD(layer, lr=0.1, **settings)
+    exact = KroneckerReference(*MANY_ROWS[1:], has_bias=True)
+    for X, dY in minibatches(13, *MANY_ROWS):
+        optimizer.zero_grad()
+        backward(layer, X, dY)
+        check(layer, exact.gradient(X, dY))
 
 
 @SHAPES
@@ -284,11 +305,10 @@ def test_cleared_gradients_clear_the_row_products_too() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1e-2])
 @pytest.mark.parametrize(("alpha", "num_outputs"), [(4.0, 1000), (0.1, 200)])
-def test_factored_form_in_float32_keeps_the_norm_where_derivatives_lie_along_one_direction(alpha: float, num_outputs: int,
+def test_float32_keeps_the_norm_of_many_rows_where_derivatives_lie_along_one_direction(alpha: float, num_outputs: int,
                                                                                            noise: float) -> None:
     """|Y - H W|^2 must not come from a subtraction: nearly all of Y is projected out, and with it all digits of float32."""
-    num_rows, num_inputs = 256, 16
-    assert is_cheaper_factored(num_rows, num_inputs, num_outputs)
+    num_rows, num_inputs = 2048, 16
     torch.manual_seed(0)
     exact, rounded = nn.Linear(num_inputs, num_outputs, dtype=torch.float64), nn.Linear(num_inputs, num_outputs)
     optimizers = [NGSGD(layer, lr=0.1, alpha=alpha) for layer in (exact, rounded)]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ngsgd import NGSGD, NaturalMuon
 from ngsgd.errors import DivergenceError
+from ngsgd.optim.layers import common
 from ngsgd.optim.layers.attach import NATURAL_GRADIENT_CLASSES
 from tests.optim.loops.test_ranks import on_two_ranks
 
@@ -69,6 +70,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, int], NGSGD]] = {
     "mean": lambda model, num_ranks: NGSGD(model, 0.01 * num_ranks, loss_reduction="mean", momentum=0.5),
     "max_change_per_sample": lambda model, num_ranks: NGSGD(model, 0.01 * num_ranks, loss_reduction="mean",
                                                             max_change_per_sample=3e-4),
+    "many rows": lambda model, num_ranks: NGSGD(model, 0.01 * num_ranks, loss_reduction="mean"),
     "polar": lambda model, num_ranks: NGSGD(model, 0.01 * num_ranks, loss_reduction="mean", update="polar"),
     "ignore_zero_rows": lambda model, num_ranks: NGSGD(model, 0.01 * num_ranks, loss_reduction="sum", ignore_zero_rows=True),
     "NaturalMuon": lambda model, num_ranks: NaturalMuon(model, 0.01)}
@@ -99,6 +101,11 @@ def parameters(model: nn.Module) -> Tensor:
 def trained(model: nn.Module, wrapped: nn.Module, name: str, num_ranks: int,
             rows: Callable[[Tensor], list[Tensor]]) -> Tensor:
     """Train on some rows of each minibatch, a backward pass for each part."""
+    monkeypatch = pytest.MonkeyPatch()
+    if name == "many rows":
+        # all minibatches precondition the plain gradient
+        monkeypatch.setattr(common, "_MIN_PRODUCTS", 0)
+        monkeypatch.setattr(common, "_MIN_SAVING", 0.0)
     optimizer = OPTIMIZERS[name](model, num_ranks)
     reduction = "sum" if name in ("sum", "ignore_zero_rows") else "mean"
     for x, y in minibatches():
@@ -109,6 +116,7 @@ def trained(model: nn.Module, wrapped: nn.Module, name: str, num_ranks: int,
                 losses = losses * (x[part, 0] > 0.0)
             (losses.mean() if reduction == "mean" else losses.sum()).backward()
         optimizer.step()
+    monkeypatch.undo()
     return parameters(model)
 
 
@@ -120,6 +128,7 @@ def _cases() -> Iterator[tuple[str, Callable[[], nn.Module], str]]:
     for name in OPTIMIZERS:
         yield "Conv1d", LAYERS[nn.Conv1d], name
         yield "Conv2d", LAYERS[nn.Conv2d], name
+        yield "LayerNorm", LAYERS[nn.LayerNorm], name
 
 
 def _every_layer(rank: int) -> None:
