@@ -60,7 +60,7 @@ class Service:
         return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     def output(self, *arguments: str, command: str = "train") -> str:
-        """The output of a command that succeeds; with workers or many runs it has its own process."""
+        """The output of a command that succeeds; workers or many runs need a process."""
         is_alone = "cluster=in_process" in arguments and "-m" not in arguments
         done = (self.here if is_alone or command not in ("train", "resume") else self.call)(*arguments, command=command)
         assert done.returncode == 0, done.stderr
