@@ -15,7 +15,7 @@ from benchmarks.paper.runs import known, run
 
 ROOT = Path(__file__).parents[2]
 _SMALL = ("data.train_minutes=1", "data.valid_minutes=0.3", "data.test_minutes=0.3", "schedule.num_epochs=1",
-          "egs.samples_per_iter=512")
+          "egs.samples_per_iter=512", "model.num_layers=2", "model.hidden_dim=64")
 
 
 @pytest.mark.parametrize("task", list(TASKS))

@@ -150,8 +150,11 @@ _COMBINED: dict[str, Any] = {"curvature": "exact", "representation": "dimensions
 
 def _preconditioner(kind: str) -> Step:
     torch.manual_seed(0)
-    model, (x, y) = moved(mlp()), _data()
+    # a product for each parameter
+    model, (x, y) = moved(mlp(4 if kind == "sfn" else 32)), _data()
     options: dict[str, Any] = {} if kind in EVERY_MINIBATCH else {"curvature_interval": 4, "inverse_interval": 8}
+    if kind == "ksd":
+        options["dimension"] = 5
     preconditioner = Method(model, **_COMBINED, **options) if kind == "method" else METHODS[kind](model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -28,7 +28,7 @@ from tests.device import pretended
 from tests.device.equality import CLASSES, MODELS, D, N
 from tests.device.pretended import PretendedTensor, Watch, host, moved
 
-STEPS = 60
+STEPS = 40
 CE = nn.functional.cross_entropy
 
 

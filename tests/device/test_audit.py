@@ -6,6 +6,7 @@ The cases run in one separate process (see `pretended`).
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import ngsgd.preconditioners
 from ngsgd.config import ModelConfig
 from tests.device import waits
 from tests.device.cases import CASES, NOT_RUN
+from tests.device.equality import MISTAKES
 
 ROOT = Path(__file__).parents[2]
 # names that compute nothing on a device by themselves, and KFRA, as in NOT_RUN
@@ -32,6 +34,7 @@ _READ_MANY = {"test_no_update_of_estimates_waits"}
 GOALS = {"mlp": 1.572, "tdnn": 1.83, "gpt": 1.177, "resnet14": 1.561, "3c3d": 1.49}
 
 
+@functools.cache
 def _run(*arguments: str) -> dict[str, Any]:
     # the limit of the test is enough: the process ends with it
     done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True,
@@ -112,7 +115,7 @@ def test_numbers_on_the_device_are_those_of_a_cpu() -> None:
 
 
 def test_recorded_steps_are_bitwise_those_without_a_graph() -> None:
-    """Parameters, Fisher estimates, counts and returned numbers after 60 steps."""
+    """Parameters, Fisher estimates, counts and returned numbers after 40 steps."""
     found = _run("tests.device.graphed")
     for case, result in found.items():
         assert result.get("equal") == ["parameters", "numbers", "estimates", "calls", "activity"], (case, result)
@@ -120,15 +123,10 @@ def test_recorded_steps_are_bitwise_those_without_a_graph() -> None:
         assert (result["graphs"] == 0) == (case == "raise")
 
 
-@pytest.mark.parametrize(("case", "error"), [
-    ("mixes devices", "WrongDevice"), ("no device", "WrongDevice")])
-def test_the_audit_detects_a_tensor_on_the_wrong_device(case: str, error: str) -> None:
-    assert _run("tests.device.equality", case)[case].startswith(error)
-
-
-@pytest.mark.parametrize("case", ["item", "copy", "copy back", "truth values", "tolist"])
-def test_the_audit_detects_a_wait(case: str) -> None:
-    assert _run("tests.device.equality", case)[case] == 1
+@pytest.mark.parametrize("case", MISTAKES)
+def test_the_audit_detects_a_tensor_on_the_wrong_device_and_a_wait(case: str) -> None:
+    found = _run("tests.device.equality", *MISTAKES)[case]
+    assert str(found).startswith("WrongDevice") if case in ("mixes devices", "no device") else found == 1
 
 
 def test_the_table_of_the_page_is_that_of_the_tests() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -68,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     def run_of(name: str) -> Run:
         if name not in runs:
             settings = {"data": {"source": str(source), "alignment": "flat", "labels": "one_step"},
-                        "egs": {"samples_per_iter": 2000}, "schedule": {"num_epochs": 3.0},
+                        "egs": {"samples_per_iter": 2000}, "schedule": {"num_epochs": 1.5},
                         "features": {"cmvn": "utterance"}, "decode": {"lattices": True},
                         "cluster": {"kind": "in_process"}, "output_dir": str(folder / "runs"),
                         **SETTINGS[name]}
@@ -80,6 +81,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
             runs[name] = open_run(run.folder.path, quiet=True)
         return runs[name]
     return run_of
+
+
+@pytest.fixture(scope="module")
+def in_onnx(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The exported model of a run, next to its graph."""
+    @functools.cache
+    def model_of(name: str) -> Path:
+        model = tmp_path_factory.mktemp(name) / "model.onnx"
+        assert main(["export", "--format", "onnx", str(trained(name).folder.path), str(model)]) == 0
+        return model
+    return model_of
 
 
 def sequences(run: Run) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]]:
@@ -117,19 +129,18 @@ def words_of_the_run(run: Run) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_onnxruntime_gives_the_wer_of_the_run(name: str, trained: Trained, tmp_path: Path) -> None:
+def test_onnxruntime_gives_the_wer_of_the_run(name: str, trained: Trained, in_onnx: Callable[[str], Path]) -> None:
     import onnxruntime
 
-    run, model = trained(name), tmp_path / "model.onnx"
-    assert main(["export", "--format", "onnx", str(run.folder.path), str(model)]) == 0
+    run, model = trained(name), in_onnx(name)
     session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
     metadata = session.get_modelmeta().custom_metadata_map
     logliks = []
     for frames_NTD, beside_NS in sequences(run):
         feed = {"frames": frames_NTD} | ({} if beside_NS is None else {"ivectors": beside_NS})
         logliks.append(session.run(["loglik"], feed)[0].reshape(-1, len(json.loads(metadata["priors"]))))
-    found = words_of(run, logliks, tmp_path / "model.fst", json.loads(metadata["acoustic_scale"]))
-    assert [list(words) for words in found] == words_of_the_run(run)
+    found = words_of(run, logliks, model.with_suffix(".fst"), json.loads(metadata["acoustic_scale"]))
+    assert any(found) and [list(words) for words in found] == words_of_the_run(run)
     assert json.loads(metadata["provenance"])["wer"]["test"] == run.metrics["test"]
     assert json.loads(metadata["features"])["sample_rate_hz"] == 16000 and json.loads(metadata["words"]) == ["NO", "YES"]
     # stack traces of torch's exporter hold them
@@ -149,12 +160,12 @@ def test_a_program_of_torch_export_gives_the_wer_of_the_run(name: str, trained: 
 
 
 @pytest.mark.parametrize("name", ["tdnn", "mfcc"])
-def test_the_example_recognizes_audio_in_chunks_without_ngsgd(name: str, trained: Trained, tmp_path: Path) -> None:
+def test_the_example_recognizes_audio_in_chunks_without_ngsgd(name: str, trained: Trained, in_onnx: Callable[[str], Path],
+                                                              tmp_path: Path) -> None:
     import soundfile
     import soxr
 
-    run, model = trained(name), tmp_path / "model.onnx"
-    assert main(["export", "--format", "onnx", str(run.folder.path), str(model)]) == 0
+    run, model = trained(name), in_onnx(name)
     (tmp_path / "ngsgd.py").write_text("raise ImportError('not installed in this test')\n")
     # one of them at another sampling rate
     recordings = wav_files(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -12,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ngsgd.launcher import cli
+from tests import process_state
 from tests.tiers import HANGS_S
 
 TINY = ["data.train_minutes=1.5", "data.valid_minutes=0.3", "data.test_minutes=0.3", "data.snr_db_low=30",
@@ -25,14 +29,17 @@ class Service:
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
 
+    def words(self, command: str, *arguments: str) -> list[str]:
+        if command != "train":
+            return [command, *arguments]
+        said = " ".join(arguments)
+        usual = [setting for setting in TINY if setting.split("=")[0] not in said]
+        if "model._target_=" in said:   # whose layers are its own
+            usual = [setting for setting in usual if not setting.startswith("model.")]
+        return [command, *arguments, f"output_dir={self.output_dir}", *usual]
+
     def start(self, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "ngsgd.launcher", command, *arguments]
-        if command == "train":
-            said = " ".join(arguments)
-            usual = [setting for setting in TINY if setting.split("=")[0] not in said]
-            if "model._target_=" in said:   # whose layers are its own
-                usual = [setting for setting in usual if not setting.startswith("model.")]
-            words += [f"output_dir={self.output_dir}", *usual]
+        words = [sys.executable, "-m", "ngsgd.launcher", *self.words(command, *arguments)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
                                 cwd=self.output_dir)
@@ -42,9 +49,20 @@ class Service:
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def here(self, *arguments: str, command: str = "train") -> subprocess.CompletedProcess[str]:
+        """The same in this process."""
+        words, out, err, state = self.words(command, *arguments), io.StringIO(), io.StringIO(), process_state.taken()
+        try:
+            with contextlib.chdir(self.output_dir), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = cli.main(words)
+        finally:
+            process_state.restore(state)
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
     def output(self, *arguments: str, command: str = "train") -> str:
-        """The output of a command that succeeds."""
-        done = self.call(*arguments, command=command)
+        """The output of a command that succeeds; workers or many runs need a process."""
+        is_alone = "cluster=in_process" in arguments and "-m" not in arguments
+        done = (self.here if is_alone or command not in ("train", "resume") else self.call)(*arguments, command=command)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

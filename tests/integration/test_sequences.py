@@ -62,7 +62,7 @@ def test_a_model_exported_to_kaldi_and_imported_continues_training(service: Serv
 
 
 def test_an_incompatible_initial_model_is_reported(service: Service, start: Path) -> None:
-    done = service.call("objective=mmi", "cluster=in_process", "name=none")
+    done = service.here("objective=mmi", "cluster=in_process", "name=none")
     assert done.returncode == 2 and "init_model=RUN" in done.stderr
-    done = service.call("objective=mmi", f"init_model={start}", "model.hidden_dim=32", "cluster=in_process", "name=other")
+    done = service.here("objective=mmi", f"init_model={start}", "model.hidden_dim=32", "cluster=in_process", "name=other")
     assert done.returncode == 2 and "other layers" in done.stderr

@@ -140,9 +140,11 @@ def test_the_command_line_has_no_third_outcome(table: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(trust, "allowed_modules", set())
+    # no pictures
+    monkeypatch.setattr("ngsgd.launcher.commands.train.draw", lambda *_, **__: None)
     for number, name in enumerate(list(getattr(hostile, table))[::3]):
         words = ["train", "task=tests.tasks.hostile:by_name", f"task.search_path={ROOT}", f"name=n{number}", "cluster=in_process",
-                 "tracking.kind=none", "schedule.num_epochs=4", "schedule.minibatch_size=8", "--quiet",
+                 "tracking.kind=none", "schedule.num_epochs=2", "schedule.minibatch_size=8", "--quiet",
                  f"task.args={{table: {table}, name: '{name}'}}"]
         with hostile.bounded():
             code = cli.main(words)

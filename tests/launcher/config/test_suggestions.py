@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +27,17 @@ TEXTS = ["50% of #1", "ckpt/epoch=999-step=8.ckpt", "a=b", "#1", "100%", "me@hos
 MAPPINGS = {"{path: ckpt/epoch=999-step=8.ckpt}": {"path": "ckpt/epoch=999-step=8.ckpt"}, "{a: 1, b: x=y}": {"a": 1, "b": "x=y"},
             "{a: [1, b=c], d: {e: '#'}}": {"a": [1, "b=c"], "d": {"e": "#"}}, "{a: it's, b: 1e-3}": {"a": "it's", "b": 1e-3},
             "{a: 50%#1, b: true, c: null}": {"a": "50%#1", "b": True, "c": None}, "{a: '1', b: x=1}": {"a": "1", "b": "x=1"}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def composed_once() -> Iterator[None]:
+    """Hydra composes each command line once."""
+    with pytest.MonkeyPatch.context() as patch:
+        compose_lines = functools.cache(compose._composed)
+        patch.setattr(compose, "_composed", lambda lines, sources, number=None: compose_lines(tuple(lines), sources, number))
+        values_of = functools.cache(compose.values_of)
+        patch.setattr(compose, "values_of", lambda lines: values_of(tuple(lines)))
+        yield
 
 
 def problem_of(*words: str) -> str:

@@ -33,7 +33,7 @@ from tests.tasks import blobs, faulty
 
 ROOT = Path(__file__).resolve().parents[3]
 TASK = ["task=tests.tasks.faulty:make_task", f"task.search_path={ROOT}", "name=run", "cluster=in_process", "tracking.kind=none",
-        "schedule.num_epochs=4", "schedule.minibatch_size=16", "--quiet"]
+        "schedule.num_epochs=2", "schedule.minibatch_size=16", "--quiet"]
 
 
 @dataclass
@@ -42,6 +42,8 @@ class User:
 
     folder: Path
     patch: pytest.MonkeyPatch
+    # of a user whose run finished
+    finished: Path | None = None
     # URLs of runs
     stored: list[str] = field(default_factory=list)
 
@@ -54,7 +56,10 @@ class User:
 
     def trained(self) -> Path:
         """A run that finished."""
-        assert self.train("plain") == 0
+        if self.finished is None:
+            assert self.train("plain") == 0
+        else:
+            shutil.copytree(self.finished, self.folder, dirs_exist_ok=True)
         return self.run()
 
     def killed(self, run: Path | None = None) -> Path:
@@ -80,7 +85,7 @@ def full_disk(user: User, number: int = errno.ENOSPC) -> int:
 
     def broken(*arguments: Any, **named: Any) -> None:
         calls[0] += 1
-        if calls[0] > 4:
+        if calls[0] > 2:
             raise OSError(number, os.strerror(number), str(arguments[1]))
         save_file(*arguments, **named)
     user.patch.setattr(checkpoint, "save_file", broken)
@@ -196,7 +201,7 @@ def other_fingerprint(user: User) -> int:
 
 def edited_config(user: User) -> int:
     config = user.killed() / "config.yaml"
-    config.write_text(config.read_text().replace("num_epochs: 4.0", "num_epochs: 9.0"))
+    config.write_text(config.read_text().replace("num_epochs: 2.0", "num_epochs: 5.0"))
     return user.resume_killed()
 
 
@@ -294,12 +299,26 @@ WRONG_STEPS: tuple[tuple[str, ...], ...] = (
     ("report", "RUN", "--output", "/dev/null/report.html"), ("submit", "RUN", "--no-such-flag"), ("tune", "RUN"))
 
 
+def user_in(folder: Path, patch: pytest.MonkeyPatch, finished: Path | None = None) -> User:
+    patch.chdir(folder)
+    patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    patch.setattr(trust, "allowed_modules", set())
+    # no pictures
+    patch.setattr("ngsgd.launcher.commands.train.draw", lambda *_, **__: None)
+    return User(folder, patch, finished)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        user = user_in(tmp_path_factory.mktemp("finished"), patch)
+        user.trained()
+    return user.folder
+
+
 @pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(trust, "allowed_modules", set())
-    return User(tmp_path, monkeypatch)
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> User:
+    return user_in(tmp_path, monkeypatch, finished)
 
 
 def answer(command: Command, *words: str) -> dict[str, Any]:
@@ -483,7 +502,7 @@ def test_a_finished_run_with_other_results_is_resumed(name: str, user: User) -> 
 def test_an_accepted_change_continues_a_finished_run(user: User, command: Command) -> None:
     run = user.trained()
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace("num_epochs: 4.0", "num_epochs: 6.0"))
+    config.write_text(config.read_text().replace("num_epochs: 2.0", "num_epochs: 3.0"))
     assert cli.main(["resume", str(run), "--quiet"]) == 6
     # accepted, and refused afterwards: the next command continues
     assert cli.main(["resume", str(run), "--accept-changed-config", "--address", "127.0.0.1:1"]) == 5
