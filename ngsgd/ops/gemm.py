@@ -91,13 +91,13 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     if not is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
         return torch.nn.functional.linear(x, weight_OI, bias_O)
     y_NO: Tensor = _operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "")
-    return y_NO.view(*x.shape[:-1], -1)
+    return y_NO.view(*x.shape[:-1], len(weight_OI))
 
 
 def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
     """Return dY W in the dtype of dY: the gradient of `linear` with respect to x."""
     dX_NI = mm(rows_of(dY), weight_OI if weight_OI.dtype == dY.dtype else weight_OI.to(dY.dtype))
-    return dX_NI if dY.ndim == 2 else dX_NI.view(*dY.shape[:-1], -1)
+    return dX_NI if dY.ndim == 2 else dX_NI.view(*dY.shape[:-1], weight_OI.shape[1])
 
 
 def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: float) -> None:

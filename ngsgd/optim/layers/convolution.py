@@ -194,6 +194,12 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
     """Return torch's own gradients of input, weight and bias."""
     if not any(wanted):
         return None, None, None
+    if torch.is_grad_enabled():
+        # In one dimension torch cannot differentiate the operator below.
+        asked = [one for one, is_wanted in zip((x, weight), wanted, strict=False) if is_wanted]
+        found = iter(torch.autograd.grad(convolve(x, weight, None, geometry), asked, dY, create_graph=True) if asked else ())
+        dX, dW = (next(found) if is_wanted else None for is_wanted in wanted[:2])
+        return dX, dW, dY.flatten(2).sum(dim=(0, 2)) if wanted[2] else None
     dX, dW, db = torch.ops.aten.convolution_backward(
         dY, x, weight, [weight.shape[0]], geometry.stride, geometry.padding, geometry.dilation, False,
         [0] * len(geometry.stride), geometry.groups, list(wanted))

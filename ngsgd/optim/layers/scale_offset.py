@@ -217,17 +217,17 @@ class NaturalGradientNorm(NaturalGradientLayer):
         """Return the normalized input times scale plus offset."""
         if is_plain_context(input):
             return self.plain_forward(input)  # type: ignore[no-any-return]
-        weight, bias = self.weight, getattr(self, "bias", None)
+        weight, bias, first = self.weight, getattr(self, "bias", None), self.first(input)
+        # The functions of torch handle and check other shapes, and its kernels do not.
+        is_usual = input.shape[first : first + weight.ndim] == weight.shape and input.numel() > weight.numel()
         if torch.compiler.is_compiling():
-            normalized, first = self.normalized(input), self.first(input)
-            y = torch.ops.ngsgd.scale_offset(normalized, weight, bias, self.preconditioner.number_tensor, [first], None)
-        elif self.has_kernel and input.is_cpu and input.dtype == weight.dtype and input.dtype in FULL:
+            y = torch.ops.ngsgd.scale_offset(self.normalized(input), weight, bias, self.preconditioner.number_tensor, [first], None)
+        elif self.has_kernel and is_usual and input.is_cpu and input.dtype == weight.dtype and input.dtype in FULL:
             y = FusedNorm.apply(input, weight, bias, self.kernel(input), self.estimates_of(weight),  # type: ignore[no-untyped-call]
-                                self.first(input))
+                                first)
         else:
             normalized = self.normalized(input)
-            y = ScaleOffset.apply(normalized, weight, bias, self.estimates_of(weight),  # type: ignore[no-untyped-call]
-                                  self.first(input))
+            y = ScaleOffset.apply(normalized, weight, bias, self.estimates_of(weight), first)  # type: ignore[no-untyped-call]
         return y  # type: ignore[no-any-return]
 
     has_kernel = True
@@ -279,8 +279,8 @@ class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
         return _Kernel(lambda x, scale, offset: torch.native_group_norm(x.contiguous(), scale, offset, *sizes, eps),
                        lambda dY, x, mean, rstd, scale, _, needed: passes_back(dY.contiguous(), x.contiguous(), mean, rstd, scale,
                                                                               *sizes, needed),
-                       lambda x, *moments: _standardized(x.reshape(len(x), groups, -1), *(one[..., None] for one in moments)
-                                                         ).view(x.shape),
+                       lambda x, *moments: _standardized(x.unflatten(1, (groups, -1)).flatten(2),
+                                                         *(one[..., None] for one in moments)).view(x.shape),
                        lambda x, scale, offset: functional.group_norm(x, groups, scale, offset, eps))
 
     def normalized(self, x: Tensor) -> Tensor:

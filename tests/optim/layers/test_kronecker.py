@@ -136,6 +136,18 @@ def test_rows_may_be_arranged_in_any_way(num_rows: int, num_inputs: int, num_out
         check(layer, standalone.gradient(X, dY))
 
 
+@pytest.mark.parametrize("shape", [(0, 10), (4, 0, 10), (0, 4, 10)])
+def test_no_rows_have_no_gradient(shape: tuple[int, ...]) -> None:
+    layer, optimizer = layer_of(10, 6)
+    backward(layer, *next(minibatches(1, 24, 10, 6)))
+    optimizer.zero_grad()
+    x = torch.empty(shape, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 6) and x.grad is not None and x.grad.shape == shape
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
 def test_a_single_vector_is_one_row() -> None:
     layer, optimizer = layer_of(5, 4)
     standalone = KroneckerReference(5, 4, has_bias=True)

@@ -328,3 +328,27 @@ def test_settings_of_a_batch_norm_hold_whenever_they_are_made(first: str) -> Non
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
     torch.testing.assert_close(model[8].running_var, plain[8].running_var, rtol=1e-4, atol=1e-5)
+
+
+def unusual(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    return {"no rows": (0, *shape[1:]), "one value": (1, shape[1], *[1] * (len(shape) - 2)),
+            "other channels": (*shape[:1], 5, *shape[2:]), "other elements": (*shape[:-1], shape[-1] + 1),
+            "one dimension": shape[-1:]}[kind]
+
+
+@pytest.mark.parametrize("kind", ["no rows", "one value", "other channels", "other elements", "one dimension"])
+@ALL
+def test_unusual_shapes_give_the_values_and_errors_of_torch(name: str, kind: str) -> None:
+    plain, layer, _optimizer = twins(CASES[name])
+    outcomes: list[tuple[Any, Any, Any]] = []
+    for module in (plain, layer):
+        x = noise(unusual(CASES[name].shape, kind), 0).requires_grad_()
+        try:
+            y = module(x)
+            y.sum().backward()
+        except (RuntimeError, ValueError, IndexError) as error:
+            outcomes.append((type(error), None, None))
+        else:
+            outcomes.append((None, y.detach(), x.grad))
+    assert outcomes[0][0] == outcomes[1][0]
+    torch.testing.assert_close(outcomes[1][1:], outcomes[0][1:], **PLAIN)
