@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ BOTH_DONE = [(POLL_S, {0: "done"}), (POLL_S, {1: "done"})]
 class Trial:
     """One outer iteration of two jobs under a script."""
 
-    def __init__(self, folder: Path, script: list[tuple[float, Mapping[int, str]]], **failure: Any) -> None:
-        settings = FailureConfig(hang_timeout_s=DEADLINE_S, **failure)
+    def __init__(self, folder: Path, script: Sequence[tuple[float, Mapping[int, str]]], **failure: Any) -> None:
+        settings = FailureConfig(**{"hang_timeout_s": DEADLINE_S, **failure})
         run = Run(folder, config(failure=settings))
         self.pool = ScriptedPool(run, iter(script))
         self.incidents: list[str] = []
@@ -140,6 +140,13 @@ def test_a_worker_has_one_full_deadline_after_an_absence(tmp_path: Path) -> None
     trial = Trial(tmp_path, script)
     assert trial.pool.killed == [1]
     assert trial.pool.now - 1000.0 > 29.0 + 60.0 + DEADLINE_S
+
+
+def test_polls_of_nearly_half_a_short_deadline_are_no_absences(tmp_path: Path) -> None:
+    # 1.9 s; as absences, two of 0.6 s would count
+    polls = [(seconds, {0: "minibatch"}) for seconds in (0.85, 0.85, 0.2)]
+    trial = Trial(tmp_path, [*polls, *BOTH_DONE, *BOTH_DONE], hang_timeout_s=1.8)
+    assert trial.pool.killed == [1]
 
 
 def test_a_pause_of_the_coordinator_s_own_work_restarts_the_deadlines(tmp_path: Path) -> None:

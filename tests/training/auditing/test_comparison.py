@@ -136,6 +136,45 @@ def test_after_a_retry_the_next_job_of_the_worker_is_audited() -> None:
     assert audits.hold(replace(result, job=following))
 
 
+class ThreeWorkers(TwoWorkers):
+    """A pool whose second and third worker are idle."""
+
+    def __init__(self) -> None:
+        self.submitted: dict[int, Job] = {}
+        self.quarantined: list[int] = []
+
+    def idle_workers(self) -> list[int]:
+        return [worker for worker in (1, 2) if worker not in self.submitted]
+
+    def workers_alive(self) -> list[int]:
+        return [0, 1, 2]
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        self.submitted[worker] = job
+
+    def release(self, _ref: object) -> None:
+        """Vectors of this test are on the heap."""
+
+    def quarantine(self, worker: int) -> str:
+        self.quarantined.append(worker)
+        return ""
+
+
+def test_a_stop_waits_for_the_verdict_on_runs_that_differ() -> None:
+    pool: Any = ThreeWorkers()
+    ledger: Any = SimpleNamespace(audited=lambda *_: None, repeated=lambda *_: None)
+    audits = Audits(pool, ledger, LAYOUT, 1, lambda incident: None, VectorRefcount(pool), lambda result: None, lambda: 0.0)
+    right, wrong = run(vector(1)).result, run(vector(2), worker=1).result
+    audits.submitted(object(), right.job)
+    assert audits.hold(right)
+    audits.feed(0, 10.0, is_stopping=False)
+    audits.settle(replace(wrong, job=pool.submitted[1]))
+    audits.feed(0, 10.0, is_stopping=True)
+    assert not audits.concluded()
+    audits.settle(replace(right, job=pool.submitted[2], worker=2))
+    assert [one.result.job.job for one in audits.concluded()] == [0] and pool.quarantined == [1]
+
+
 def test_a_duplicate_is_recognized_until_its_concluded_audit_was_taken() -> None:
     audits = audits_of(1)
     result = run(vector(1)).result
