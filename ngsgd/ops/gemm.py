@@ -88,10 +88,11 @@ def rows_of(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return x W^T + b, as torch.nn.functional.linear, without a backward pass."""
     x_NI = rows_of(x)
-    if not is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
-        return torch.nn.functional.linear(x, weight_OI, bias_O)
-    y_NO: Tensor = _operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "")
-    return y_NO.view(*x.shape[:-1], len(weight_OI))
+    is_ours = is_faster() and _is_for_onednn(x_NI, weight_OI.T)
+    y_NO: Tensor = (_operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "") if is_ours
+                    else torch.nn.functional.linear(x_NI, weight_OI, bias_O))
+    # no view, which could not be changed in place behind an autograd function
+    return y_NO if x.ndim == 2 else torch.ops.aten._unsafe_view(y_NO, [*x.shape[:-1], len(weight_OI)])
 
 
 def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:

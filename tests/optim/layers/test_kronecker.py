@@ -136,6 +136,21 @@ def test_rows_may_be_arranged_in_any_way(num_rows: int, num_inputs: int, num_out
         check(layer, standalone.gradient(X, dY))
 
 
+@pytest.mark.parametrize("shape", [(10,), (5, 10), (3, 4, 10)])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_the_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) -> None:
+    layer, optimizer = layer_of(10, 6, bias=bias)
+    plain = nn.Linear(10, 6, bias=bias, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict())
+    found = []
+    for one in (layer, plain):
+        x = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+        torch.relu_(one(x)).sum().backward()
+        found.append(x.grad)
+    assert found[0] is not None and found[0].any() and optimizer is not None
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("shape", [(0, 10), (4, 0, 10), (0, 4, 10)])
 def test_no_rows_have_no_gradient(shape: tuple[int, ...]) -> None:
     layer, optimizer = layer_of(10, 6)
