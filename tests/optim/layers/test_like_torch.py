@@ -78,7 +78,7 @@ def copied(layer: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 WAYS = (plainly, changed_in_place, with_penalty, recomputed, with_other_parameters, copied)
-# other kernels of torch, whose sums have some hundred terms
+# other kernels of torch, whose sums have at most 200 terms
 CLOSE: dict[torch.dtype, Any] = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-9, "atol": 1e-10}}
 
 
@@ -96,7 +96,7 @@ def test_a_layer_is_used_as_torchs(name: str, way: Callable[[nn.Module, Tensor],
     layer = copy.deepcopy(plain)
     optimizer = NGSGD(layer, 0.1)
     x = torch.randn(shape, dtype=dtype)
-    # starts the estimates
+    # initializes the estimates
     plainly(layer, x.clone().requires_grad_())
     layer.load_state_dict(plain.state_dict())
     optimizer.zero_grad()
