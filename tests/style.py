@@ -59,6 +59,7 @@ ALLOWED_PRIVATE = {
     "_JOBS_BYTES": "a short log is above the limit",
     "_typed": "the moment before a request to the store",
     "_config": "the configuration that ngsgd.train makes, without a run",
+    "_composed": "Hydra composes a line once for all tests of a file",
     "_DummyWork": "torchft returns it"}
 
 
