@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import random
@@ -73,6 +74,26 @@ def same_process() -> Iterator[None]:
     state = process_state.taken()
     yield
     process_state.restore(state)
+
+
+# folders of tests whose workers are threads
+_THREADS = ("tests/launcher/ray/", "tests/cluster/")
+
+
+@pytest.fixture(autouse=True)
+def no_collection_beside_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No automatic garbage collection while threads save and restore random states of torch.
+
+    torch.get_rng_state holds a lock of the generator while it allocates a Python object. That may
+    start a collection, whose finalizers release the interpreter's lock. Another thread then waits
+    for the lock of the generator and holds that of the interpreter.
+    """
+    if not request.node.nodeid.startswith(_THREADS):
+        yield
+        return
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Golden:

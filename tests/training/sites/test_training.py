@@ -52,12 +52,7 @@ class PlainSpec:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Executor]:
-    """Two processes, because two threads that restore random states of torch can deadlock.
-
-    torch.get_rng_state holds a lock of the generator while it allocates a Python object. That may
-    start a garbage collection, which releases the interpreter's lock in a finalizer. Another thread
-    then waits for the lock of the generator and holds that of the interpreter.
-    """
+    """Threads that restore random states of torch can deadlock (tests/conftest.py)."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         yield pool
 
