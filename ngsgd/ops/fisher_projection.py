@@ -59,9 +59,9 @@ class PreconditionContext(NamedTuple):
     estimate: FisherState | PolarState
     projection: Projection
 
-    def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
-        """Return the rows [Xhat | one_hat], in `scratch` if that is faster, and their scale."""
-        projection = with_residual(self.projection, self.X_ND, self.estimate.right_RD, self.one_N, scratch)
+    def preconditioned(self) -> Preconditioned:
+        """Return the rows [Xhat | one_hat], and their scale."""
+        projection = with_residual(self.projection, self.X_ND, self.estimate.right_RD, self.one_N)
         assert projection.Xhat_ND is not None and projection.sum_sq_hat is not None
         return Preconditioned(projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -156,7 +156,7 @@ def expected_rescaling(state: FisherState, smoothing: Smoothing) -> float:
     """Return gamma of (38) for rows whose scatter matrix is a multiple of the estimate."""
     d_R, rho, dim = state.d_R, state.rho, state.W_RD.shape[1]
     sum_d = float(d_R.sum())
-    beta = rho * (1.0 + smoothing.alpha) + smoothing.alpha / dim * sum_d      # (35)
+    beta = _beta(d_R, rho, dim, smoothing.alpha)
     kept_R = beta / (beta + d_R)
     kept_R *= kept_R
     sum_hat = float(kept_R @ d_R) + rho * (float(kept_R.sum()) + dim - len(d_R))
@@ -259,8 +259,11 @@ def spectrum(state: FisherState, smoothing: Smoothing) -> Array:
 
 
 def _e(d_BR: Array, rho_B: Array, dim_B: Array, alpha_B: Array) -> Array:
-    beta_B = rho_B * (1.0 + alpha_B) + alpha_B / dim_B * d_BR.sum(axis=1)     # (35)
-    return np.asarray(d_BR / (beta_B[:, None] + d_BR))                        # (43)
+    return np.asarray(d_BR / (_beta(d_BR, rho_B, dim_B, alpha_B)[:, None] + d_BR))  # (43)
+
+
+def _beta(d_BR: Array, rho_B: Any, dim_B: Any, alpha_B: Any) -> Any:
+    return rho_B * (1.0 + alpha_B) + alpha_B / dim_B * d_BR.sum(axis=-1)     # (35)
 
 
 def _z(K_BRR: Array, L_BRR: Array, e_BR: Array, d_rho_BR: Array, share_B: Array, eta_B: Array) -> Array:

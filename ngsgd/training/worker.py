@@ -164,7 +164,6 @@ class Worker:
         entropy = np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own])
         seed = int(entropy.generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
-        # preconditioners read rows from torch's own layers
         optimizer = make_optimizer(network, settings, job.lr, job.lr_factor)
         preconditioner = make_preconditioner(network, settings, seed, self.model) if settings.preconditions else None
         if self.ranks.size > 1 and isinstance(optimizer, NGSGD):

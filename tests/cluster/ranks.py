@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -38,9 +37,6 @@ def run_ranks(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-    # tests/conftest.py has the reason
-    collects = gc.isenabled()
-    gc.disable()
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(num_ranks)]
     try:
         for thread in threads:
@@ -51,8 +47,6 @@ def run_ranks(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
     finally:
         multi_threaded_pg._uninstall_threaded_pg()
         c10d._set_thread_isolation_mode(False)
-        if collects:
-            gc.enable()
     return found
 
 

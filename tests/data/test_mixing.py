@@ -50,8 +50,9 @@ def divergence(reader: EgsReader) -> float:
 
 
 def test_archives_resemble_random_samples_of_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # eight speakers with equally many frames; five standard deviations of one archive
-    assert divergence(prepare(tmp_path / "shuffled")) < 1.0 + 5.0 * (2 / 7) ** 0.5
+    shuffled = prepare(tmp_path / "shuffled")
+    # eight speakers with equally many frames; five standard deviations of the mean
+    assert divergence(shuffled) < 1.0 + 5.0 * (2 / 7 / shuffled.info.num_archives) ** 0.5
     monkeypatch.setattr(archives, "shuffled", in_order)
     assert divergence(prepare(tmp_path / "in order")) > 50.0
 
@@ -62,6 +63,10 @@ def test_info_describes_archives_and_finds_a_missing_one(tmp_path: Path, capsys:
     lines = capsys.readouterr().out.splitlines()
     lines = lines[next(at for at, line in enumerate(lines) if line.startswith("examples")) :]
     assert lines[1].startswith(f"archives   {reader.info.num_archives}, of ")
+    altered = reader.directory / "egs.0001.safetensors"
+    altered.write_bytes(altered.read_bytes()[:-1] + b"x")
+    assert main(["info", str(reader.directory)]) == 3
+    assert "egs.0001.safetensors" in capsys.readouterr().err
     (reader.directory / "egs.0000.safetensors").unlink()
     assert main(["info", str(reader.directory)]) == 3
     assert "egs.0000.safetensors" in capsys.readouterr().err

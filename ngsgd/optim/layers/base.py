@@ -8,6 +8,7 @@ layer. Only a backward pass that adds to `weight.grad` is preconditioned and upd
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -93,6 +94,13 @@ def is_differentiated(ctx: Any) -> bool:
         raise ConfigError("a gradient penalty or second derivative (create_graph=True) needs layers in the dtype of their "
                           "input under NGSGD; run this forward pass in torch.autocast(..., enabled=False).")
     return True
+
+
+def differentiable_gradients(y: Tensor, inputs: Sequence[Any], needed: Sequence[bool], dY: Tensor) -> list[Tensor | None]:
+    """Return the needed gradients of y, with a graph for second derivatives."""
+    wanted = [one for one, is_needed in zip(inputs, needed, strict=True) if is_needed]
+    found = iter(torch.autograd.grad(y, wanted, dY, create_graph=True) if wanted else ())
+    return [next(found) if is_needed else None for is_needed in needed]
 
 
 def adds_to_grad(layer: LayerPreconditioner) -> bool:

@@ -279,7 +279,7 @@ class LayerPreconditioner:
         return of_rows > max(_MIN_PRODUCTS, _MIN_SAVING * self.num_plain_products())
 
     def num_plain_products(self) -> int:
-        """Multiplications that precondition the plain gradient, half of them."""
+        """Half of the multiplications that precondition the plain gradient."""
         return 0
 
     def precondition_gradient(self, scales: Mapping[OnlineNaturalGradient, Number], db_O: Tensor | None) -> None:

@@ -21,7 +21,7 @@ from ngsgd.ops.tensors import without_autocast
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Number
 from ngsgd.optim.layers import common
-from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, differentiable_gradients, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import Leaves, batches, leaves_of
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, ObservedLinear
 
@@ -196,9 +196,7 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
         return None, None, None
     if torch.is_grad_enabled():
         # In one dimension torch cannot differentiate the operator below.
-        asked = [one for one, is_wanted in zip((x, weight), wanted, strict=False) if is_wanted]
-        found = iter(torch.autograd.grad(convolve(x, weight, None, geometry), asked, dY, create_graph=True) if asked else ())
-        dX, dW = (next(found) if is_wanted else None for is_wanted in wanted[:2])
+        dX, dW = differentiable_gradients(convolve(x, weight, None, geometry), (x, weight), wanted[:2], dY)
         return dX, dW, dY.flatten(2).sum(dim=(0, 2)) if wanted[2] else None
     dX, dW, db = torch.ops.aten.convolution_backward(
         dY, x, weight, [weight.shape[0]], geometry.stride, geometry.padding, geometry.dilation, False,

@@ -49,10 +49,8 @@ class KroneckerPreconditioner(LayerPreconditioner):
         # Derivatives first: the input derivative has just read them, so they may still be cached.
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale,
                                          scratch=self.context.scratch.like("outputs", dY_NO))
-        dYhat_NO = dY_NO
-        output_scale: Number = 1.0
+        dYhat_NO, _, output_scale = (dY_NO, None, 1.0) if outputs is None else outputs.preconditioned()
         if outputs is not None:
-            dYhat_NO, _, output_scale = outputs.preconditioned(self.context.scratch.like("outputs", dY_NO))
             self.output_side.finish(outputs)
         memory = self.context.scratch.like("inputs", X_NI)
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=memory)

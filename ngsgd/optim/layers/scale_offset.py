@@ -22,7 +22,7 @@ from ngsgd.ops.tensors import FULL, without_autocast
 from ngsgd.optim.fisher.estimate import RowMoments
 from ngsgd.optim.fisher.online import OnlineNaturalGradient
 from ngsgd.optim.fisher.stack import Number
-from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, differentiable_gradients, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import batches, leaves_of
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
 
@@ -193,10 +193,8 @@ class FusedNorm(torch.autograd.Function):
         needed = (ctx.needs_input_grad[0], *(is_needed for is_needed, _ in asked))
         # Torch enables gradients in a pass that is differentiated. Its gradients are plain.
         if torch.is_grad_enabled():
-            wanted = [one for one, is_needed in zip((x, scale, offset), needed, strict=True) if is_needed]
             y = ctx.kernel.plain(x, scale, offset)
-            found = iter(torch.autograd.grad(y, wanted, dY, create_graph=True) if wanted else ())
-            return *(next(found) if is_needed else None for is_needed in needed), None, None, None
+            return *differentiable_gradients(y, (x, scale, offset), needed, dY), None, None, None
         dX, *plain = ctx.kernel.backward(dY, x, mean, rstd, scale, offset, needed)
         layer = ctx.layer
         if layer is not None and any(is_added for _, is_added in asked):

@@ -53,10 +53,9 @@ class _Moments:
         if not needs_scale and not side.updates_now():
             return
         X_ND, state = X_ND.contiguous(), side.current(X_ND)
-        projection = fisher_projection.project(X_ND, state.left_RD, one_N, right_RD=state.right_RD, corrects=False)
-        found = fisher_projection.with_residual(projection, X_ND, state.right_RD, one_N).sum_sq_hat
-        assert found is not None
-        self.sum_sq, self.sum_sq_hat = self.sum_sq + projection.sum_sq, self.sum_sq_hat + found
+        projection = fisher_projection.project(X_ND, state.left_RD, one_N, right_RD=state.right_RD)
+        assert projection.sum_sq_hat is not None
+        self.sum_sq, self.sum_sq_hat = self.sum_sq + projection.sum_sq, self.sum_sq_hat + projection.sum_sq_hat
         if side.updates_now():
             J_RD = ops.project_back(X_ND, projection.H_NR, one_N)
             self.J_RD = J_RD if self.J_RD is None else self.J_RD + J_RD
