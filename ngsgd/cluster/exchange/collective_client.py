@@ -11,8 +11,9 @@ and whenever a worker joins. Results of the outer iterations between go to the c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ngsgd.cluster.exchange.authentication import new_secret
@@ -58,12 +59,21 @@ class RemoteRef:
     job: Job
     digest: int
     fetch: Callable[[RemoteResultRef], Vector]  # raises ClusterError if the worker is gone
-    is_here = False
+    _saved: list[Vector] = field(default_factory=list, compare=False)
+
+    @property
+    def is_here(self) -> bool:
+        return bool(self._saved)
+
+    def save(self) -> None:
+        """Transfer the vector while its worker lives, which is about to end."""
+        with contextlib.suppress(ClusterError):
+            self._saved.append(self.fetch(self.kept))
 
     def read(self) -> Vector:
         """Transfer the vector; raise ResultsLost if it is gone or damaged."""
         try:
-            vector = self.fetch(self.kept)
+            vector = self._saved[0] if self._saved else self.fetch(self.kept)
         except ClusterError as error:
             raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True, from_outside=True,
                                           kind=error.failure)]) from error
@@ -112,7 +122,7 @@ class Exchange:
     def step(self, optimizer: OuterOptimizer, results: Sequence[JobResult], weights: Sequence[float], info: OuterInfo,
              ask: Ask, why_lost: WhyLost) -> bool:
         """Take the outer step; False, and no change, if the group broke. May raise ResultsLost."""
-        refs = [result.sent.kept for result in results if isinstance(result.sent, RemoteRef)]
+        refs = [result.sent.kept for result in results if isinstance(result.sent, RemoteRef) and not result.sent.is_here]
         # otherwise some results are here already, and all are read here
         is_tried = len(refs) == len(results) and self.is_open(info.outer_iter)
         self._reason, is_done = "", False

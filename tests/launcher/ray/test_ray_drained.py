@@ -18,7 +18,7 @@ from ngsgd.errors import WorkerFingerprintError
 from ngsgd.launcher.ray.pool import RayPool
 from ngsgd.launcher.ray.snapshots import RemoteSnapshotMemory, SnapshotServer
 from ngsgd.launcher.ray.worker import RayWorker
-from ngsgd.training.job import Job, JobResult
+from ngsgd.training.job import Job, JobResult, Outcome
 from ngsgd.training.worker import Worker
 from tests.integration.autoscaled import SlowSpec
 from tests.launcher.ray.in_threads import Actor, Cluster
@@ -68,6 +68,30 @@ def test_a_job_of_a_drained_node_continues_at_its_snapshot(tmp_path: Path, clust
     assert any(job.continued_at for record in run.recorder.records for job in record.jobs)
     workers = [actor for actor in cluster.actors if isinstance(actor.made, RayWorker)]
     assert len(workers) == 3 and workers[0].is_dead, "only the worker of the node was replaced"
+
+
+class DrainedBetweenJobs(RayPool):
+    """The node of a worker is drained when its job has ended, and the job of the other one has not."""
+
+    cluster: Cluster
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        if not self.cluster.draining and self._kept and self._slots[0].is_idle and not self._slots[1].is_idle:
+            self.cluster.draining = {self.cluster.actors[0].node_id}
+            deadline = time.monotonic() + HANGS_S
+            while self._capacity and not self._capacity.draining and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return super().wait(timeout_s)
+
+
+def test_a_result_that_a_worker_of_a_drained_node_keeps_is_fetched_before_the_worker_ends(tmp_path: Path, cluster: Cluster) -> None:
+    schedule = replace(config().schedule, minibatch_size=10)
+    run = Run(tmp_path, config(schedule=schedule, cluster=replace(JOINED, exchange="collective")))
+    pool = DrainedBetweenJobs(run.spec, 1, run.store.layout.size)
+    pool.cluster = cluster
+    require_undisturbed(run, pool, config(schedule=schedule))
+    assert cluster.draining and cluster.actors[0].is_dead
+    assert [one.what for one in run.recorder.incidents] == ["worker_replaced"]
 
 
 @pytest.mark.entry("El5", "Ray's object store has no memory for a result, and `ray.get` has a timeout", "works",
