@@ -32,10 +32,6 @@ def _remember_parent() -> None:
     _parent = os.getpid()
 
 
-def _after_fork() -> None:
-    die_with_parent(_parent)
-
-
 # a fork server runs as `python -c`; a test that imports all modules must not change its own forks
 if sys.argv[:1] == ["-c"]:
-    os.register_at_fork(before=_remember_parent, after_in_child=_after_fork)
+    os.register_at_fork(before=_remember_parent, after_in_child=lambda: die_with_parent(_parent))

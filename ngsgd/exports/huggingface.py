@@ -57,7 +57,12 @@ def model_card(source: Source, num_parameters: int) -> str:
                 ("normalization", features.cmvn), ("i-vectors", window.side_dim or "none"),
                 ("context", f"{window.left_context} + {window.right_context} frames"),
                 *((name, _fact(source, name)) for name in ("model", "objective", "optimizer", "seed"))]
-    parts = [_metadata(source), f"# {_fact(source, 'run')}", _introduction(source, num_parameters),
+    introduction = (f"A hybrid acoustic model ({_fact(source, 'model')}, {num_parameters:,} parameters, "
+                    f"{len(source.facts['pdfs'])} HMM states) and its decoding graph, trained with ngsgd "
+                    f"{_fact(source, 'ngsgd')}. The parameters are in `model.safetensors`. The file `config.json` has the shapes, "
+                    "class priors, words and decoding setting. The features are described in `preprocessor_config.json`. The "
+                    "graph is `graph.fst` (input pdf + 1, output word + 1).\n\n    ngsgd transcribe FOLDER recording.wav")
+    parts = [_metadata(source), f"# {_fact(source, 'run')}", introduction,
              "## Data\n\n" + _table(("data", "value"), data), _results(source),
              "## Settings\n\n" + _table(("setting", "value"), settings), _limits(source)]
     return "\n\n".join(parts) + "\n"
@@ -74,15 +79,6 @@ def _metadata(source: Source) -> str:
                   f"    dataset: {{name: {corpus}, type: {corpus}, split: test}}",
                   f"    metrics: [{{type: wer, value: {errors.wer:.2f}}}]"]
     return "\n".join([*lines, "---"])
-
-
-def _introduction(source: Source, num_parameters: int) -> str:
-    return (f"A hybrid acoustic model ({_fact(source, 'model')}, {num_parameters:,} parameters, "
-            f"{len(source.facts['pdfs'])} HMM states) and its decoding graph, trained with ngsgd "
-            f"{_fact(source, 'ngsgd')}. The parameters are in `model.safetensors`. The file "
-            "`config.json` has the shapes, class priors, words and decoding setting. The features "
-            "are described in `preprocessor_config.json`. The graph is `graph.fst` (input pdf + 1, "
-            "output word + 1).\n\n    ngsgd transcribe FOLDER recording.wav")
 
 
 def _results(source: Source) -> str:

@@ -52,9 +52,12 @@ def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
         >>> average_parameters([first, second], weights=[3, 1])["w"]
         tensor([1.5000, 3.0000])
     """
-    states = [_state(model, index) for index, model in enumerate(models)]
+    states = [model.state_dict() if isinstance(model, nn.Module) else model for model in models]
     shares = shares_of(len(states), weights)
     for index, state in enumerate(states):
+        if not isinstance(state, Mapping):
+            raise AveragingError(f"model {index} is a {type(state).__name__}; average_parameters takes a sequence of state dicts "
+                                 "(model.state_dict()) or of modules.")
         _require_like(state, states[0], index)
     counted = {index: states[index] for index, share in enumerate(shares) if share}
     weights = [shares[index] for index in counted]
@@ -93,14 +96,6 @@ def _comparable(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.element_size() > 1 else tensor.float()
-
-
-def _state(model: Any, index: int) -> Mapping[str, Tensor]:
-    state = model.state_dict() if isinstance(model, nn.Module) else model
-    if not isinstance(state, Mapping):
-        raise AveragingError(f"model {index} is a {type(model).__name__}; average_parameters takes a sequence of state dicts "
-                             "(model.state_dict()) or of modules.")
-    return state
 
 
 def _require_like(state: Mapping[str, Tensor], first: Mapping[str, Tensor], index: int) -> None:

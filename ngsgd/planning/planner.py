@@ -319,7 +319,14 @@ class Prediction:
 
 def predict(machine: Machine, workload: Workload, site: Site, num_jobs: int) -> Prediction:
     """Predict one outer iteration with a worker for each job."""
-    speed = _speed(machine, site, num_jobs)
+    if site.one_by_one:
+        speed = _between(machine.serial, threads_of(machine.num_cores, num_jobs), "num_threads")
+    else:
+        count = math.ceil(num_jobs / site.num_machines)
+        # without sharing, measurements of workers that shared cores do not apply
+        if count <= site.slots_per_machine:
+            count = min(count, machine.slots(machine.parallel[-1].num_threads))
+        speed = _between(machine.parallel, count, "num_processes")
     slots = min(num_jobs, site.num_slots)
     work_s = workload.samples / speed.rate
     # the operating system shares the cores evenly, so all jobs end together
@@ -340,16 +347,6 @@ def predict(machine: Machine, workload: Workload, site: Site, num_jobs: int) -> 
     return Prediction(num_jobs=num_jobs, samples=workload.samples, work_s=work_s, slots_used=slots,
                       stretch=stretch, travel_s=travel_s, compute_s=compute_s, average_s=average_s,
                       checkpoint_s=machine.checkpoint_s, diagnostics_s=max(0.0, speed.diagnostics_s - hidden_s))
-
-
-def _speed(machine: Machine, site: Site, num_jobs: int) -> Speed:
-    if site.one_by_one:
-        return _between(machine.serial, threads_of(machine.num_cores, num_jobs), "num_threads")
-    count = math.ceil(num_jobs / site.num_machines)
-    # without sharing, measurements of workers that shared cores do not apply
-    if count <= site.slots_per_machine:
-        count = min(count, machine.slots(machine.parallel[-1].num_threads))
-    return _between(machine.parallel, count, "num_processes")
 
 
 def _between(measured: Sequence[Speed], wanted: int, axis: str) -> Speed:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ngsgd.cluster.exchange.authentication import new_secret
@@ -51,7 +51,7 @@ Member = tuple[int, str]  # worker and its process
 WhyLost = Callable[[RemoteResultRef], Ending | None]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RemoteRef:
     """Reference of the coordinator to a result stored in a worker; `read` transfers it."""
 
@@ -59,21 +59,18 @@ class RemoteRef:
     job: Job
     digest: int
     fetch: Callable[[RemoteResultRef], Vector]  # raises ClusterError if the worker is gone
-    _saved: list[Vector] = field(default_factory=list, compare=False)
-
-    @property
-    def is_here(self) -> bool:
-        return bool(self._saved)
+    is_here = False
 
     def save(self) -> None:
         """Transfer the vector while its worker lives, which is about to end."""
         with contextlib.suppress(ClusterError):
-            self._saved.append(self.fetch(self.kept))
+            vector = self.fetch(self.kept)
+            self.fetch, self.is_here = lambda _kept: vector, True
 
     def read(self) -> Vector:
         """Transfer the vector; raise ResultsLost if it is gone or damaged."""
         try:
-            vector = self._saved[0] if self._saved else self.fetch(self.kept)
+            vector = self.fetch(self.kept)
         except ClusterError as error:
             raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True, from_outside=True,
                                           kind=error.failure)]) from error

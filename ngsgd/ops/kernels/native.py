@@ -164,7 +164,10 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
         _console.has_announced = True
         _console.report(COMPILING)
     try:
-        return _compiled_once(source, flags, name)
+        folder = _writable_folder()
+        # an ended process keeps no lock; on a file system without locks each one compiles
+        with turn(folder, PATIENCE_S) if folder else contextlib.nullcontext():
+            return (folder and _loaded(folder / name)) or _compiled(source, flags, name, folder)
     except (OSError, subprocess.SubprocessError) as error:
         problems[source.name] = _reason(error)
         return None
@@ -251,14 +254,6 @@ def _load(path: Path, content: bytes, name: str) -> ctypes.CDLL:
     signatures = _COMPILER.findall(content)
     _compilers[name] = signatures[-1].decode() if signatures else "unknown compiler"
     return found
-
-
-def _compiled_once(source: Path, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
-    """Compile, unless another process does it meanwhile."""
-    folder = _writable_folder()
-    # an ended process keeps no lock; on a file system without locks each one compiles
-    with turn(folder, PATIENCE_S) if folder else contextlib.nullcontext():
-        return (folder and _loaded(folder / name)) or _compiled(source, flags, name, folder)
 
 
 def _compiled(source: Path, flags: tuple[str, ...], name: str, folder: Path | None) -> ctypes.CDLL:
