@@ -234,7 +234,7 @@ def config_of(plan: Plan) -> RunConfig:
     schedule = replace(plain.schedule, num_jobs_initial=plan.num_workers, num_jobs_final=plan.num_workers,
                        num_epochs=num_passes / 12)   # tests.toy makes 12 passes an epoch
     return replace(plain, schedule=schedule, cluster=ClusterConfig(num_workers=plan.num_workers, threads_per_worker=1),
-                   failure=FailureConfig(hang_timeout_s=plan.hang_timeout_s))
+                   failure=FailureConfig(hang_timeout_s=plan.hang_timeout_s, max_attempts=20))
 
 
 def undisturbed(settings: RunConfig, folder: Path, num_outer_iters: int) -> Run:

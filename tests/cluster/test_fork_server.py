@@ -103,7 +103,7 @@ class StopsTheForkServer(ProcessPool):
 
 
 def test_a_stopped_fork_server_is_replaced_and_costs_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "stopped", config(failure=FailureConfig(hang_timeout_s=1.5)))
+    run = Run(tmp_path / "stopped", config(failure=FailureConfig(hang_timeout_s=1.5, max_attempts=20)))
     pool = StopsTheForkServer(run)
     require_undisturbed(run, pool, config())
     assert pool.stopped and pool.stopped != fork_server().process_id
