@@ -182,6 +182,7 @@ def train(address: str, folder: Path, num_workers: int, strike: Callable[[Any, J
             nonlocal struck
             super().submit(job)
             submitted_s.append(time.monotonic())
+            nodes.update(node["NodeID"] for node in ray.nodes() if node["Alive"])
             if strike and not struck:
                 struck = strike(self, job)
 
@@ -191,6 +192,7 @@ def train(address: str, folder: Path, num_workers: int, strike: Callable[[Any, J
     worker_wait.EVERY_S = 0.5
     lines: list[str] = []
     submitted_s: list[float] = []
+    nodes: set[str] = set()
     run.report = lines.append
     require_workers(settings.cluster, lines.append)
     began = time.monotonic()
@@ -205,7 +207,7 @@ def train(address: str, folder: Path, num_workers: int, strike: Callable[[Any, J
             "first_job_s": submitted_s[0] - began,
             "incidents": [(one.what, one.message) for one in run.recorder.incidents],
             "continued": sum(job.continued_at > 0 for job in jobs), "num_jobs": len(jobs),
-            "nodes_after": [node["NodeID"] for node in ray.nodes() if node["Alive"]]}
+            "nodes": sorted(nodes)}
 
 
 def scale(address: str, folder: Path) -> dict[str, Any]:

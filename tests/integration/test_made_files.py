@@ -165,7 +165,8 @@ def test_a_submitted_ray_job_trains_and_its_printed_commands_work(containers: Ma
     assert job["state"] == "SUCCEEDED" and job["progress"]["epoch"] == "2.00/2"
     assert {labels["run"] for found in figures.values() for labels, _ in found} == {run.name}
     assert [value for _, value in figures["ray_ngsgd_workers_participation"]] == [1.0]
-    assert [value for _, value in figures["ray_ngsgd_workers_alive"]] == [2.0]
+    # training begins with the first worker that is ready
+    assert [value for _, value in figures["ray_ngsgd_workers_alive"]] in ([1.0], [2.0])
     assert {"ray_ngsgd_loss_valid", "ray_ngsgd_time_compute_s", "ray_ngsgd_time_average_s"} <= set(figures)
     moved = {labels["direction"] for labels, value in figures["ray_ngsgd_parameter_bytes_total"] if value > 0}
     assert moved == {"sent", "received"}
