@@ -233,7 +233,7 @@ def in_a_job(act: Callable[[Any], None]) -> Callable[[Any, Job], bool]:
 def drain(address: str, folder: Path) -> dict[str, Any]:
     """The node of a worker is drained while it runs a job."""
     def act(slot: Any) -> None:
-        words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "60"]
+        words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600"]
         subprocess.run([_RAY, "drain-node", "--address", address, "--node-id", slot.address.node_id, *words], check=True)
     return train(address, folder, 2, in_a_job(act))
 
