@@ -48,7 +48,7 @@ class Table(Mapping[str, Entry]):
                 self._numbers.append(number)
                 hashes.append(hash(key))
                 yield " ".join([key, *value]).encode()
-        self._lines = Spool(records())
+        self._lines = Spool(records(), bytes.decode)
         self._index = Index(hashes, lambda at: self._at(at)[0])
         if twice := self._index.duplicate():
             (_, first), (key, entry) = map(self._at, twice)
@@ -58,7 +58,7 @@ class Table(Mapping[str, Entry]):
             raise DataError(f"{path} is empty; add lines, or remove its folder.")
 
     def _at(self, at: int) -> tuple[str, Entry]:
-        key, _, value = self._lines[at].decode().partition(" ")
+        key, _, value = self._lines[at].partition(" ")
         return key, Entry(value, f"{self._path}:{self._numbers[at]}")
 
     def __getitem__(self, key: str) -> Entry:
