@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import typing
@@ -64,11 +65,12 @@ def _meanings(text: str) -> Iterator[tuple[Any, str]]:
     if is_read:
         yield value, text
     if text[:1] in ("{", "[") and not is_read:
-        try:
-            value = _lenient(text)
+        import yaml
+
+        # a mapping or a list whose texts lack the quotes that Hydra needs
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+            value = _value_of(yaml.compose(text, yaml.SafeLoader))
             yield value, in_notation(value)
-        except (ValueError, RecursionError):
-            pass
     yield text, in_notation(text)
 
 
@@ -86,16 +88,6 @@ def _read(text: str) -> tuple[bool, Any]:
         return True, OmegaConf.to_container(OmegaConf.create({"key": override.value()}), resolve=True)["key"]  # type: ignore[call-overload, index]
     except (OverrideParseException, OmegaConfBaseException, ValueError, RecursionError):
         return False, None
-
-
-def _lenient(text: str) -> Any:
-    """Read a mapping or a list whose texts lack the quotes that Hydra needs."""
-    import yaml
-
-    try:
-        return _value_of(yaml.compose(text, yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ValueError(text) from error
 
 
 def _value_of(node: Any) -> Any:
