@@ -134,7 +134,13 @@ def services_of(config: RunConfig, quiet: bool) -> Services:
     stop = SignalStop(config.failure.grace_period_s, progress.report)
 
     def trackers(config: RunConfig, folder: RunFolder) -> list[Tracker]:
-        found = _ray_metrics(config, folder)
+        found: list[Tracker] = []
+        # nobody reads the metrics of a Ray of this run alone
+        if config.cluster.kind == "ray" and config.cluster.address:
+            from ngsgd.launcher.ray.metrics import RayMetrics
+
+            found.append(RayMetrics(folder.path.name, lambda record, before_s: run_metrics(
+                record, is_speech=not config.task._target_, before_s=before_s)))
         if config.tracking.kind == "mlflow":
             found.append(MlflowTracker(config, folder.path, progress.warn, progress.report))
         elif config.tracking.kind != "none":
@@ -176,16 +182,6 @@ def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted("stopped before training; run the same command "
                                  "again.") from interrupt
-
-
-def _ray_metrics(config: RunConfig, folder: RunFolder) -> list[Tracker]:
-    """The metrics of a cluster that was joined; nobody reads those of a Ray of this run alone."""
-    if config.cluster.kind != "ray" or not config.cluster.address:
-        return []
-    from ngsgd.launcher.ray.metrics import RayMetrics
-
-    return [RayMetrics(folder.path.name, lambda record, before_s: run_metrics(record, is_speech=not config.task._target_,
-                                                                              before_s=before_s))]
 
 
 def _pool(request: PoolRequest) -> WorkerPool:
