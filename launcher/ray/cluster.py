@@ -205,7 +205,6 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _start() -> None:
-    """Start a Ray on this machine; raise RayStartError if that fails."""
     for is_last in (*(False,) * (_START_TRIES - 1), True):
         try:
             _try_to_start()

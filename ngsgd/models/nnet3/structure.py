@@ -164,10 +164,8 @@ def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A component with the offsets of its input."""
-
     component: Component
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its input
     has_ivector: bool
 
     @property
