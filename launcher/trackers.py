@@ -50,7 +50,6 @@ class TensorBoardTracker(CallbackTracker):
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
-
         super().__init__(config, folder, self._write)
         self._writer = SummaryWriter(str(folder / "tensorboard"))
         settings = "\n".join(f"    {name}: {value}" for name, value in settings_of(config).items())
@@ -71,7 +70,6 @@ class WandbTracker(CallbackTracker):
 
     def __init__(self, config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> None:
         import wandb
-
         super().__init__(config, folder.path, self._write)
         given, around = config.tracking.experiment_name, os.environ.get("WANDB_PROJECT", "")
         if given and around not in ("", given):

@@ -66,7 +66,6 @@ def _meanings(text: str) -> Iterator[tuple[Any, str]]:
         yield value, text
     if text[:1] in ("{", "[") and not is_read:
         import yaml
-
         # a mapping or a list whose texts lack the quotes that Hydra needs
         with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
             value = _value_of(yaml.compose(text, yaml.SafeLoader))
@@ -80,7 +79,6 @@ def _read(text: str) -> tuple[bool, Any]:
     from hydra.errors import OverrideParseException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-
     try:
         [override] = OverridesParser.create().parse_overrides([f"key={text}"])
         if override.is_sweep_override():
@@ -92,7 +90,6 @@ def _read(text: str) -> tuple[bool, Any]:
 
 def _value_of(node: Any) -> Any:
     import yaml
-
     if isinstance(node, yaml.MappingNode):
         return {str(_value_of(key)): _value_of(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
@@ -106,7 +103,6 @@ def _value_of(node: Any) -> Any:
 def in_notation(value: Any) -> str:
     """Return a value in Hydra's notation."""
     from hydra.core.override_parser.types import Quote, QuotedString
-
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{in_notation(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):

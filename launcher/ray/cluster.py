@@ -170,7 +170,6 @@ def log_folder() -> str:
 def _join(address: str) -> None:
     """Connect to a head that answers; with a wrong token, Ray would retry 20 times."""
     from ray._private import ray_constants
-
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
     # Ray sets the variables of the Ray job that started this process, and rejects a second value
@@ -250,7 +249,6 @@ def _try_to_start() -> None:
 def _on_loopback() -> Iterator[None]:
     """Ray listens on 127.0.0.1 alone: no other machine joins a cluster that a run has to itself."""
     from ray._private import ray_constants
-
     # as on systems where Ray has no clusters; in a version without these, the token remains
     name, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = getattr(ray_constants, name, None), os.environ.get(variable)

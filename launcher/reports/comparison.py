@@ -242,7 +242,6 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     """
     # NumPy is loaded for the first interval, not for the help
     from ngsgd.asr.decode.scoring import bootstrap_interval, paired_interval, welch_interval
-
     value = other.mean(measure) - best.mean(measure)
     # of a seed that ran twice, the last
     ours, theirs = ({run.settings["seed"]: run.result(measure) for run in group.runs} for group in (best, other))

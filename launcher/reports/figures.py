@@ -151,7 +151,6 @@ def label(axes: Any, title: str, unit: str) -> None:
 def new_figure(width: float, height: float) -> Any:
     """An empty figure, in inches."""
     from matplotlib.figure import Figure
-
     # no pyplot: it keeps every figure alive
     return Figure(figsize=(width, height), layout="constrained")
 

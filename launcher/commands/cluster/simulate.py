@@ -48,7 +48,6 @@ def command(arguments: Sequence[str]) -> int:
         raise ConfigError(problems)
     from ngsgd.launcher.config import compose
     from ngsgd.launcher.config.sources import Sources
-
     config = compose.compose(options.overrides, Sources.of(options))
     config.sites.require_none("ngsgd simulate")
     config = replace(config, cluster=replace(config.cluster, num_workers=config.schedule.num_jobs_final))
@@ -131,7 +130,6 @@ class _VirtualCluster:
     def make_pool(self, request: PoolRequest) -> SimulatedPool:
         from ngsgd.planning.simulator import SimulatedPool
         from ngsgd.tasks.speech import SpeechTaskSpec
-
         if not isinstance(request.spec, SpeechTaskSpec):
             raise ConfigError("ngsgd simulate supports speech recipes only; remove task.")
         if self._config.cluster.ranks_per_worker > 1:
@@ -153,7 +151,6 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     from ngsgd.pipeline.run import Run, build_run
     from ngsgd.runs.run_folder import SIMULATION, run_name
     from ngsgd.tasks.speech import schedule_of
-
     config = replace(config, name=f"{run_name(config)}-simulated")
     virtual, scores = _VirtualCluster(options, config), Scores()
     services = replace(
@@ -187,7 +184,6 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
 def mean_frames(reader: EgsReader) -> float:
     """Return the frames of a job, the mean over all shards."""
     from ngsgd.schedules import Shard
-
     shards = itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg))
     return statistics.fmean(reader.num_frames(Shard(archive, frame)) for archive, frame in shards)
 
