@@ -96,7 +96,6 @@ class Parser(argparse.ArgumentParser):
             options = self.parse_intermixed_args(own)
         except ConfigError as error:
             from ngsgd.launcher.config.compose import wrong_settings
-
             settings = [word for word in own if "=" in word and not word.startswith("-")]
             raise ConfigError([*error.problems, *wrong_settings([*settings, *foreign])]) from None
         options.overrides += foreign
@@ -105,7 +104,6 @@ class Parser(argparse.ArgumentParser):
     def _near(self, flag: str) -> list[str]:
         """The own flag that an unknown one resembles; none for a name of another trainer."""
         from ngsgd.config.other_names import instead_of
-
         known = [] if instead_of(flag) else list(self._option_string_actions)
         return difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
 
@@ -137,7 +135,6 @@ def words_of(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: the scale or the penalty is out of range.
     """
     from ngsgd.asr.lang.vocabulary import Vocabulary, weight_problems
-
     if problems := [f"--{name} {text}" for name, text in weight_problems(options.scale, options.penalty)]:
         raise ConfigError(problems)
     return {"words": Vocabulary(options.lexicon, options.words, options.lm, options.grammar),

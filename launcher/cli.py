@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         def keep(error: BaseException) -> None:
             # for `ngsgd why`
             from ngsgd.launcher.why import failed_commands
-
             failed_commands.keep(rest, error)
 
         # a sweep handles the errors of its runs
@@ -53,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     from ngsgd.launcher import help as texts
-
     command, rest = (arguments[0], arguments[1:]) if arguments else ("help", [])
     if command in _HELP and rest and not rest[0].startswith("-"):
         # ngsgd help train optimizer

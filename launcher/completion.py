@@ -77,7 +77,6 @@ def _offered(before: list[str], last: str) -> Iterable[str]:
     if name == "settings" or (name == "train" and previous in ("-h", "--help")):
         from ngsgd.config.build import section_names
         from ngsgd.launcher.config import compose
-
         return dict.fromkeys([*compose.groups(), *section_names()])
     if name not in commands:
         return ()
@@ -101,7 +100,6 @@ def _settings(last: str) -> list[str]:
     # not needed to complete commands, flags and runs
     from ngsgd.config.build import section_names
     from ngsgd.launcher.config import compose, describe
-
     key, is_value, values = last.partition("=")
     groups = compose.groups()
     options = {one.path: one for one in describe.options()}

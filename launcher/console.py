@@ -163,7 +163,6 @@ def drop(stream: TextIO) -> None:
 
 def version(package: str) -> str:
     from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -87,7 +87,6 @@ def train(group: str, flags: Mapping[str, str]) -> str:
     from ngsgd.config import RunConfig
     from ngsgd.launcher.config import compose, describe
     from ngsgd.launcher.config.sources import conf_dir
-
     about = {one.path: one for one in describe.options()}
     # the defaults list; a YAML parser would double the time of --help
     text = (conf_dir() / "ngsgd.yaml").read_text()
@@ -104,7 +103,6 @@ def train(group: str, flags: Mapping[str, str]) -> str:
 
 def _of_group(name: str) -> str:
     from ngsgd.launcher.config import compose, describe
-
     choices = compose.groups()
     sections = {one.section for one in describe.options() if one.section}
     if name not in choices and name not in sections:

@@ -50,7 +50,6 @@ def with_progress(items: Iterable[T], total: int, about: str) -> Iterator[T]:
         return
     from rich.console import Console
     from rich.progress import Progress
-
     with Progress(console=Console(stderr=True), transient=True) as bar:
         yield from bar.track(items, total=total, description=about)
 
@@ -146,7 +145,6 @@ class Screen:
 
     def _show(self, status: Status) -> None:
         from rich.live import Live
-
         self._status = status
         with self._lock:
             if self._live is None:
@@ -158,7 +156,6 @@ class Screen:
 
     def _renderable(self) -> Any:
         from rich.text import Text
-
         status = self._status
         if status is None or self._live is None:
             return Text("")
@@ -172,7 +169,6 @@ class Screen:
 def _console(stream: TextIO) -> Any:
     """rich reads NO_COLOR and the width of the terminal."""
     from rich.console import Console
-
     return Console(file=stream, force_terminal=True, markup=False, highlight=False)
 
 

@@ -18,8 +18,6 @@ from ngsgd.runs.run_folder import RunFolder, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, Tracker
 
 Callback = Callable[[Mapping[str, float], int], object]
-# tracking.kind -> the package of its extra
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 _METHODS = ("outer_iteration", "incident", "finished", "close")
 
 
@@ -52,7 +50,6 @@ class TensorBoardTracker(CallbackTracker):
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
-
         super().__init__(config, folder, self._write)
         self._writer = SummaryWriter(str(folder / "tensorboard"))
         settings = "\n".join(f"    {name}: {value}" for name, value in settings_of(config).items())
@@ -73,7 +70,6 @@ class WandbTracker(CallbackTracker):
 
     def __init__(self, config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> None:
         import wandb
-
         super().__init__(config, folder.path, self._write)
         given, around = config.tracking.experiment_name, os.environ.get("WANDB_PROJECT", "")
         if given and around not in ("", given):
@@ -118,9 +114,8 @@ class _Guarded:
 
 def require_package(kind: str) -> None:
     """Raise MissingExtraError where the package of `tracking.kind` is not installed."""
-    package = _PACKAGES.get(kind)
-    if package and importlib.util.find_spec(package) is None:
-        raise MissingExtraError(package, "trackers", f"tracking.kind={kind}")
+    if kind in ("tensorboard", "wandb") and importlib.util.find_spec(kind) is None:
+        raise MissingExtraError(kind, "trackers", f"tracking.kind={kind}")
 
 
 def of_kind(config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> Tracker:

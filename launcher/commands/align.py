@@ -76,7 +76,6 @@ def _align_text(options: argparse.Namespace) -> int:
     model = find_model(given[0])
     from ngsgd.asr.aligner import Aligner
     from ngsgd.runs.recognizer import open_bundle
-
     words = () if options.data is not None else _words(Path(given[2]))
     aligner = Aligner(open_bundle(model, trust=options.trust), lexicon=options.lexicon)
     if options.data is None:
@@ -84,7 +83,6 @@ def _align_text(options: argparse.Namespace) -> int:
         _write(path.stem, aligner.align(path, words), format_name, options)
         return EXIT_OK
     from ngsgd.asr import test_set
-
     scored = test_set.read(aligner.bundle, options.data)
     everything = list(zip(scored.utt_ids, scored.logliks, scored.texts, strict=True))
     num_failed = 0
@@ -110,7 +108,6 @@ def _words(path: Path) -> tuple[str, ...]:
 def _write(name: str, alignment: Alignment, format_name: str, options: argparse.Namespace) -> None:
     """Write an alignment to stdout or a file, and the deviations from the text to stderr."""
     from ngsgd.asr.transcript import FORMATS
-
     text = FORMATS[format_name](alignment, name)
     if options.output:
         make_directories(Path(options.output))
@@ -141,7 +138,6 @@ def _label(options: argparse.Namespace) -> int:
     from ngsgd.asr.corpora import alignments
     from ngsgd.pipeline import align
     from ngsgd.runs.config_file import read_config
-
     if folder is not None:
         config = read_config(folder.config)
         require_unchanged(folder.config)

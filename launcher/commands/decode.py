@@ -34,10 +34,8 @@ def decode(arguments: Sequence[str]) -> int:
     if options.frames or options.outer_iter is not None:
         return _frame_scores(path, options)
     from ngsgd.launcher.commands.train import open_run
-
     if options.streaming:
         from ngsgd.pipeline.decoding import streaming
-
         print(streaming.measure(open_run(path, quiet=False), chunk_frames=options.chunk_frames, trust=options.trust))
         return EXIT_OK
     run = open_run(path, quiet=options.quiet or options.json)
@@ -102,7 +100,6 @@ def _decode_data(options: argparse.Namespace) -> int:
     from ngsgd.asr.decode.scoring import Rules
     from ngsgd.pipeline.decoding import decode_data as service
     from ngsgd.runs.recognizer import open_bundle
-
     rules = Rules.read(options.filter, ignore_case=options.ignore_case)
     changed, is_quiet = options.changed, options.quiet or options.json
     result = service.decode_data(
@@ -119,7 +116,6 @@ def _decode_data(options: argparse.Namespace) -> int:
 def as_text(result: DataResult, *, quiet: bool) -> str:
     from ngsgd.asr.decode.tuning import expected_calibration_error
     from ngsgd.pipeline.decoding.decode_data import tables
-
     interval = f"95 % interval {result.interval.low:.1f} to {result.interval.high:.1f}"
     lines = [f"{result.total}, {interval}"]
     if result.first_pass:
@@ -149,7 +145,6 @@ def as_text(result: DataResult, *, quiet: bool) -> str:
 
 def _frame_scores(path: Path, options: argparse.Namespace) -> int:
     from ngsgd.launcher.commands.train import open_run
-
     run = open_run(path, quiet=options.quiet or options.json)
     scores = run.evaluate(options.outer_iter, trust=options.trust)
     if options.json:

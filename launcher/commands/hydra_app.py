@@ -88,7 +88,6 @@ def _completion(words: Sequence[str]) -> int:
 def _show(hydra: Any, composed: compose.Composition, options: argparse.Namespace) -> None:
     """Print the settings; references to the node of Hydra are resolved before it is removed."""
     from omegaconf import OmegaConf
-
     for name in [name for name in composed.hydra if name != "hydra" and options.resolve]:
         if OmegaConf.is_config(value := composed.hydra[name]):
             OmegaConf.resolve(value)
@@ -100,7 +99,6 @@ def _show(hydra: Any, composed: compose.Composition, options: argparse.Namespace
 def _run(hydra: Any, composed: compose.Composition, options: argparse.Namespace) -> int:
     """Train a run in a job of Hydra, with environment, logging and callbacks of its settings."""
     from hydra.core.utils import configure_log
-
     codes: list[int] = []
     node = composed.hydra.hydra
     has_notes = node.output_subdir is not None
@@ -115,7 +113,6 @@ def _run(hydra: Any, composed: compose.Composition, options: argparse.Namespace)
 def _sweep(hydra: Any, lines: Sequence[str], options: argparse.Namespace, configs: Sequence[RunConfig]) -> int:
     """Let the sweeper of Hydra start the runs; return their worst exit code."""
     from hydra.types import RunMode
-
     name = options.sources.primary().name
     with (tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch,
           store.sweep(configs, lambda line: print(f"ngsgd: {line}", file=sys.stderr)) as parent):
@@ -160,7 +157,6 @@ def resume(arguments: Sequence[str]) -> int:
     if SCREEN.is_terminal and not options.quiet:
         SCREEN.phase("loading ngsgd")
     from ngsgd.launcher.commands import train as service
-
     return service.resume(
         run, quiet=options.quiet, address=options.address, num_workers=options.workers,
         accept_changed_config=options.accept_changed_config, trust=options.trust, allow_other_bits=options.allow_other_bits)
@@ -200,7 +196,6 @@ def _require_one_command(options: argparse.Namespace) -> None:
 def _mask_overrides() -> None:
     """Mask passwords in the file with all overrides that Hydra writes for a sweep."""
     from hydra.core.hydra_config import HydraConfig
-
     sweep = Path(HydraConfig.get().sweep.dir) / "multirun.yaml"
     with contextlib.suppress(OSError, UnicodeError):
         text = sweep.read_text(encoding="utf-8")
@@ -213,7 +208,6 @@ def _place(job: Any, *, has_notes: bool) -> Place:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
-
     node = HydraConfig.get()
     chosen = node.sweep.subdir if node.mode == RunMode.MULTIRUN else node.run.dir
     tree = {"config": job, "hydra": HydraConfig.instance().cfg, "overrides": node.overrides.task} if has_notes else {}
@@ -226,7 +220,6 @@ def _train_one(job: Any, options: argparse.Namespace, checked: RunConfig | None 
     """Train or, with --continue, resume a run; return exit code and what a sweeper minimizes."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
-
     reports: list[FinalReport] = []
 
     def run() -> int:
@@ -244,7 +237,6 @@ def _train_one(job: Any, options: argparse.Namespace, checked: RunConfig | None 
             require_cluster(config.cluster)
         # heavy imports, which take seconds
         from ngsgd.launcher.commands import train as service
-
         place = _place(job, has_notes=has_notes)
         begun = run_to_continue(config, place.path) if options.continues else None
         if begun:

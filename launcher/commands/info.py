@@ -48,7 +48,6 @@ def settings(arguments: Sequence[str]) -> int:
     parser.declare({"--json": JSON})
     chosen = parser.parse_args(arguments)
     from ngsgd.launcher.config import describe
-
     if not (found := describe.matching(chosen.pattern)):
         raise ConfigError(f"no setting matches {chosen.pattern!r}; list all of them with: ngsgd settings")
     print(json.dumps([vars(one) for one in found], indent=1) if chosen.json else describe.text(found))
@@ -107,7 +106,6 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     from dataclasses import asdict
 
     from ngsgd.data.reader import EgsReader
-
     reader = EgsReader(directory)
     info = reader.info
     few, many = min(info.num_examples), max(info.num_examples)

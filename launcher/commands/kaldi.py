@@ -64,14 +64,12 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
 def _written(options: argparse.Namespace, output: Path) -> list[Path]:
     model = find_model(options.run)
     from ngsgd import exports
-
     if options.changed or options.format not in ("nnet3", "bundle"):
         return exports.export(model, options.format, output, trust=options.trust,
                               license_id=options.license or "unknown", changed=options.changed)
     from ngsgd.exports import kaldi
     from ngsgd.launcher.commands.train import open_run
     from ngsgd.runs.recognizer import export_bundle
-
     if options.format == "bundle":
         exports.require_new(output)
         run = open_run(find_run(str(model)), quiet=True)
@@ -96,7 +94,6 @@ def import_(arguments: Sequence[str]) -> int:
     if (output / "final").exists():
         raise ConfigError(f"{output} holds a model already; choose a new folder.")
     from ngsgd.exports import kaldi
-
     priors = _read(Path(options.priors)) if options.priors else b""
     kaldi.import_model(_read(Path(options.model)), priors, output)
     print(output / "final")

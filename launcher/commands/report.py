@@ -38,7 +38,6 @@ def command(arguments: Sequence[str]) -> int:
         print(verdict)
     if options.mlflow:
         from ngsgd.launcher.mlflow.store import open_client, read_tracking, with_login
-
         stored = read_tracking(folder.path)
         if not stored:
             raise ConfigError(f"{folder.path} is in no MLflow store; run the command without --mlflow.")
@@ -51,7 +50,6 @@ def command(arguments: Sequence[str]) -> int:
 def write(folder: RunFolder, target: Path) -> str:
     """Write the page; return the verdict in one line."""
     from ngsgd.launcher.reports.checks import checks_of, verdict_of
-
     run = history_of(folder)
     checks = checks_of(run)
     verdict = verdict_of(run, checks)
@@ -65,7 +63,6 @@ def history_of(folder: RunFolder) -> RunHistory:
     from ngsgd.launcher.reports.history import RunHistory
     from ngsgd.launcher.run_state import state_of
     from ngsgd.runs.config_file import read_config
-
     config, events = read_config(folder.config), list[dict[str, Any]]()
     # of a long log, the old outer iterations have no records of jobs, which the page reports
     left = folder.events.stat().st_size if folder.events.is_file() else 0
@@ -89,7 +86,6 @@ def _page(folder: RunFolder, run: RunHistory, verdict: Verdict, checks: Sequence
     from ngsgd.launcher.reports import sections
     from ngsgd.launcher.reports.comparison import utterances_of
     from ngsgd.runs.config_file import to_yaml
-
     word_errors, weights, speakers = _decoded(folder)
     without = [event["outer_iter"] + 1 for event in run.iterations if event.get("without_jobs")]
     body = []
@@ -114,7 +110,6 @@ def _decoded(folder: RunFolder) -> tuple[list[tuple[str, str, str, str]], list[s
     """
     from ngsgd.launcher.reports import sections
     from ngsgd.runs.rungs import rungs_of
-
     try:
         about = read_json(folder.decode / "wer.json")
         low, high = (float(about["test_interval_95"][name]) for name in ("low", "high"))

@@ -50,7 +50,6 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, place: Place |
     config = resolved(config, _progress(config, quiet).warn)
     # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run
-
     with _services_with_ray(config, quiet) as services:
         return build_run(config, replace(services, place=place or Place()), trust=trust, allow_other_bits=allow_other_bits).train()
 
@@ -96,7 +95,6 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     permission.require_run(folder, config, trust=trust)
     _require_cluster(config, quiet)
     from ngsgd.pipeline.run import build_run
-
     with _services_with_ray(config, quiet) as services:
         build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
@@ -107,7 +105,6 @@ def _require_cluster(config: RunConfig, quiet: bool) -> None:
     require_cluster(config.cluster)
     if config.cluster.kind == "ray" and config.cluster.address:
         from ngsgd.launcher.ray.cluster import require_workers
-
         require_workers(config.cluster, _progress(config, quiet).report)
 
 
@@ -118,7 +115,6 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
     if is_unchanged:
         require_unchanged(folder.config)
     from ngsgd.pipeline.run import Run
-
     progress = _progress(config, quiet)
     if config.task._target_:
         raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for "
@@ -134,7 +130,12 @@ def services_of(config: RunConfig, quiet: bool) -> Services:
     stop = SignalStop(config.failure.grace_period_s, progress.report)
 
     def trackers(config: RunConfig, folder: RunFolder) -> list[Tracker]:
-        found = _ray_metrics(config, folder)
+        found: list[Tracker] = []
+        # nobody reads the metrics of a Ray of this run alone
+        if config.cluster.kind == "ray" and config.cluster.address:
+            from ngsgd.launcher.ray.metrics import RayMetrics
+            found.append(RayMetrics(folder.path.name, lambda record, before_s: run_metrics(
+                record, is_speech=not config.task._target_, before_s=before_s)))
         if config.tracking.kind == "mlflow":
             found.append(MlflowTracker(config, folder.path, progress.warn, progress.report))
         elif config.tracking.kind != "none":
@@ -162,7 +163,6 @@ def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
         def begin(config: RunConfig) -> None:
             if config.cluster.kind == "ray":
                 from ngsgd.launcher.ray import cluster
-
                 ends.callback(cluster.end_unused)
                 if not config.cluster.address:
                     services.report(Phase("starting Ray"))
@@ -178,22 +178,11 @@ def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
                                  "again.") from interrupt
 
 
-def _ray_metrics(config: RunConfig, folder: RunFolder) -> list[Tracker]:
-    """The metrics of a cluster that was joined; nobody reads those of a Ray of this run alone."""
-    if config.cluster.kind != "ray" or not config.cluster.address:
-        return []
-    from ngsgd.launcher.ray.metrics import RayMetrics
-
-    return [RayMetrics(folder.path.name, lambda record, before_s: run_metrics(record, is_speech=not config.task._target_,
-                                                                              before_s=before_s))]
-
-
 def _pool(request: PoolRequest) -> WorkerPool:
     if request.spec.settings.cluster.kind != "ray":
         return local_pool(request)
     from ngsgd.launcher.ray.metrics import MeteredRayPool
     from ngsgd.launcher.ray.session import RAY_LOG
-
     run = request.log_directory.parent
     RAY_LOG.write_to(run / "ray.log")
     pool = MeteredRayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report,

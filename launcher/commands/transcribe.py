@@ -39,7 +39,6 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.asr.recognizer import Recognizer
     from ngsgd.pipeline.decoding import transcribe as service
     from ngsgd.runs.recognizer import open_bundle
-
     audio, others = ([], []) if options.audio == [_STREAM] else service.find_audio(options.audio)
     if options.output:
         for stem, number in Counter(path.stem for path in audio).items():
@@ -100,7 +99,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _write(outcome: Outcome, transcript: Transcript, options: argparse.Namespace, *, is_alone: bool) -> None:
     from ngsgd.asr.transcript import FORMATS
-
     name = str(outcome.audio)
     if options.output or is_alone:
         name = {"text": "", "ctm": outcome.audio.stem}.get(options.format, name)
@@ -139,7 +137,6 @@ def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
     from ngsgd.asr import recording
     from ngsgd.asr.recording import FULL_SCALE
     from ngsgd.asr.transcript import FORMATS, Partial, Segment, Transcript
-
     # a BufferedReader; typed as any binary stream
     source = recording.of_stream(cast(Any, sys.stdin.buffer), options.sample_rate or recognizer.sample_rate_hz)
     rate, as_written = source.sample_rate_hz, FORMATS[options.format]

@@ -37,7 +37,6 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.launcher.config.sources import Sources
     from ngsgd.pipeline import prepare
     from ngsgd.runs.run_folder import check_output_dir
-
     config = compose.compose(options.overrides, Sources.of(options))
     config.sites.require_none("ngsgd tune")
     if config.objective.kind != "ce":
@@ -158,7 +157,6 @@ def _folder(config: RunConfig) -> Path:
 def _write(proxy: Proxy, found: SearchResult, result: Tuned, folder: Path) -> None:
     """Write tuned.yaml, tuned.json, trials.jsonl and the plot of the schedule."""
     from ngsgd.launcher.reports.figures import draw_schedule
-
     space, s = proxy.space, proxy.space.settings
     comments = ("# written by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE\n"
                 f"# on {proxy.task.num_frames:,} frames in {counted(space.num_jobs, 'job')}: objf {-result.valid:.4f}, "

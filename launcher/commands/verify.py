@@ -41,7 +41,6 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.runs.fingerprint_check import FingerprintCheck
     from ngsgd.runs.verification import Request
     from ngsgd.training.verification.repetition import Sample
-
     is_quiet = options.quiet or options.json
 
     def report(check: Check) -> None:

@@ -71,7 +71,6 @@ def normalized(overrides: Sequence[str], sources: Sources) -> list[str]:
     from a known key, and + is added to a group that the defaults list lacks.
     """
     from hydra.core.config_store import ConfigStore
-
     choices, primary = sources.groups(), sources.primary()
     lines = [_marked(line, choices, primary) for override in overrides for line in _read_tuned(override)]
     if any(line.startswith("hydra.verbose=") for line in lines) and not any("hydra/job_logging=" in line for line in lines):
@@ -175,7 +174,6 @@ def register_schema() -> None:
     """Register all keys and defaults with Hydra; groups may set any part of the plain mapping."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
-
     OmegaConf.register_new_resolver("default_of_kind", _default_of_kind, replace=True)
     OmegaConf.register_new_resolver("total_jobs", total_jobs, replace=True)
     OmegaConf.register_new_resolver("kind_with", kind_with, replace=True)
@@ -194,7 +192,6 @@ def register_schema() -> None:
 
 def _default_of_kind(path: str, *, _root_: Any) -> Any:
     from omegaconf import ListConfig
-
     kinds = kinds_in({name: {"kind": _root_[name].kind, "_target_": _root_[name].get("_target_")} for name in GROUPS_OF_KINDS})
     value = plain(default_with(path, kinds))
     return ListConfig(value) if isinstance(value, list) else value
@@ -202,7 +199,6 @@ def _default_of_kind(path: str, *, _root_: Any) -> Any:
 
 def _ray_address(*, _parent_: Any) -> str:
     from omegaconf import OmegaConf
-
     # cluster=local is a choice against RAY_ADDRESS; without a choice, the address makes it
     is_used = OmegaConf.is_interpolation(_parent_, "kind") or _parent_.kind == "ray"
     # local is Ray's word for an instance of one process; auto reads the variable
@@ -231,7 +227,6 @@ def _given(good: Sequence[Override]) -> Given:
 def _read_overrides(overrides: Sequence[str], sources: Sources) -> tuple[list[Override], list[str]]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
-
     parser, choices = OverridesParser.create(), sources.groups()
     good: list[Override] = []
     problems: list[str] = []
@@ -330,7 +325,6 @@ def initialized(sources: Sources) -> Iterator[Any]:
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
-
     register_schema()
     _search_path().folders = sources.roots[1:]
     outer = GlobalHydra.instance().hydra
@@ -398,7 +392,6 @@ def _composed(lines: Sequence[str], sources: Sources, number: int | None = None)
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf, open_dict
-
     primary = sources.primary()
     try:
         with initialized(sources) as hydra:
@@ -427,7 +420,6 @@ def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
     """Return nested plain values, with defaults for values that cannot be resolved."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-
     if not isinstance(node, (DictConfig, ListConfig)) or node._is_none():
         return None if isinstance(node, (DictConfig, ListConfig)) else node
     # all but the node of Hydra
@@ -448,7 +440,6 @@ def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
 
 def _composition_problem(error: Exception) -> str:
     import yaml
-
     causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -467,7 +458,6 @@ def _composition_problem(error: Exception) -> str:
 def _read_tuned(override: str) -> list[str]:
     """Return the settings of a tuned file, or another override unchanged."""
     import yaml
-
     if not override.startswith(_TUNED):
         return [override]
     path = Path(override.partition("=")[2])

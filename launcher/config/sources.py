@@ -131,7 +131,6 @@ def _groups_of(defaults: list[Any]) -> Iterator[str]:
 
 def _read(file: Path) -> dict[str, Any]:
     import yaml
-
     try:
         content = load_yaml(read_yaml_text(file)) or {}
     except yaml.YAMLError as error:

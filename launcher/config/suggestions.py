@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import typing
@@ -64,11 +65,11 @@ def _meanings(text: str) -> Iterator[tuple[Any, str]]:
     if is_read:
         yield value, text
     if text[:1] in ("{", "[") and not is_read:
-        try:
-            value = _lenient(text)
+        import yaml
+        # a mapping or a list whose texts lack the quotes that Hydra needs
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+            value = _value_of(yaml.compose(text, yaml.SafeLoader))
             yield value, in_notation(value)
-        except (ValueError, RecursionError):
-            pass
     yield text, in_notation(text)
 
 
@@ -78,7 +79,6 @@ def _read(text: str) -> tuple[bool, Any]:
     from hydra.errors import OverrideParseException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-
     try:
         [override] = OverridesParser.create().parse_overrides([f"key={text}"])
         if override.is_sweep_override():
@@ -88,19 +88,8 @@ def _read(text: str) -> tuple[bool, Any]:
         return False, None
 
 
-def _lenient(text: str) -> Any:
-    """Read a mapping or a list whose texts lack the quotes that Hydra needs."""
-    import yaml
-
-    try:
-        return _value_of(yaml.compose(text, yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ValueError(text) from error
-
-
 def _value_of(node: Any) -> Any:
     import yaml
-
     if isinstance(node, yaml.MappingNode):
         return {str(_value_of(key)): _value_of(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
@@ -114,7 +103,6 @@ def _value_of(node: Any) -> Any:
 def in_notation(value: Any) -> str:
     """Return a value in Hydra's notation."""
     from hydra.core.override_parser.types import Quote, QuotedString
-
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{in_notation(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):

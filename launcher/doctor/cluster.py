@@ -32,7 +32,6 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
     """Join the cluster, run the checks on every node, and yield the findings."""
     from ngsgd.config import ClusterConfig
     from ngsgd.launcher.ray.cluster import connect
-
     try:
         connect(ClusterConfig("ray", address=address))
     except ClusterError as error:
@@ -40,7 +39,6 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
                                                  "token must be the same on every machine")
         return
     import ray
-
     alive = [node for node in ray.nodes() if node["Alive"]]
     resources = ray.cluster_resources()
     found = f"{address} answers, {counted(len(alive), 'node')}, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
@@ -71,7 +69,6 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
 def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     where = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
     place = NodeAffinitySchedulingStrategy(node_id=str(node["NodeID"]), soft=False)
     num_cpus = int(node["Resources"].get("CPU", 0))
@@ -100,7 +97,6 @@ def skew(sent: float, now: float, received: float) -> float:
 def report_node(mark: str, num_cpus: int) -> NodeReport:
     """Check the node that runs this task; it offers `num_cpus` CPUs to Ray."""
     from ngsgd.cluster.fingerprint import version_digest
-
     probe, writes = Path(f"{mark}-{time.time_ns()}"), True
     try:
         probe.touch()
@@ -117,7 +113,6 @@ def report_node(mark: str, num_cpus: int) -> NodeReport:
 def judged(where: str, found: NodeReport, folder: Path, skew_s: float) -> Iterator[Finding]:
     """Yield a finding about the node, one about its clock, and its problems."""
     from ngsgd.cluster.fingerprint import version_digest
-
     if found.code != version_digest():
         yield Finding("fail", "node", f"{where} has another version of ngsgd or torch", "install the same version on every machine")
     elif not found.sees:

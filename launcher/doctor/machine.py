@@ -127,7 +127,6 @@ def threads(num_workers: int) -> Iterator[Finding]:
 def memory() -> Iterator[Finding]:
     with contextlib.suppress(ImportError):
         import psutil
-
         free = psutil.virtual_memory().available
         yield _sized("memory", f"{free / 2**30:.1f} GiB free", free > 1.5 * 2**30,
                      "a worker takes 0.1 GB and its model, with Ray 0.3 GB more; use fewer workers")
@@ -145,7 +144,6 @@ def gpus() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
     import torch
-
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None:
             yield Finding("ok", "GPU", "none: training runs on the CPU")
@@ -157,7 +155,6 @@ def gpus() -> Iterator[Finding]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Finding("ok", "GPU", ", ".join(names))
     import subprocess
-
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         words = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
@@ -173,7 +170,6 @@ def compiled() -> Iterator[Finding]:
         return
     from ngsgd.ops import fisher_projection
     from ngsgd.ops.kernels import native
-
     with native.reported_to(lambda _line: None):
         is_native = fisher_projection.is_native()
     if is_native:
@@ -228,7 +224,6 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
         yield Finding("ok", "tracking", f"{uri} (checked by the run)")
         return
     import urllib.request
-
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10) as answer:
             yield Finding("ok", "tracking", f"{uri} answers")

@@ -179,7 +179,6 @@ class MachineLoad:
         """Begin to sample; imports MLflow."""
         from mlflow import environment_variables as environment
         from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor, network_monitor, rocm_monitor
-
         wanted = environment.MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
         if wanted.is_set() and not wanted.get():
             return
@@ -222,7 +221,6 @@ def load_of_machine(folder: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     with contextlib.suppress(ImportError, OSError):
         import psutil
-
         memory, network = psutil.virtual_memory(), psutil.net_io_counters()
         found = {"cpu_utilization_percentage": psutil.cpu_percent(), "system_memory_usage_percentage": memory.percent,
                  "system_memory_usage_megabytes": memory.used / 1e6, "network_transmit_megabytes": network.bytes_sent / 1e6,

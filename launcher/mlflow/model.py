@@ -37,7 +37,6 @@ class SpeechModel(PythonModel):  # type: ignore[misc]
         from ngsgd.asr.recognizer import Recognizer
         from ngsgd.runs.final_model import open_final
         from ngsgd.runs.recognizer import open_bundle
-
         final = Path(context.artifacts["final"])
         self._recognizer: Any = None
         if context.model_config.get("takes_audio"):
@@ -54,7 +53,6 @@ class SpeechModel(PythonModel):  # type: ignore[misc]
         """
         if self._recognizer is None:
             import torch
-
             with torch.no_grad():
                 x_ND = torch.from_numpy(np.asarray(model_input, dtype=np.float32))
                 return self._model(x_ND).log_softmax(dim=1).numpy()
@@ -64,7 +62,6 @@ class SpeechModel(PythonModel):  # type: ignore[misc]
     def _words_of(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         from ngsgd.asr.recording import AudioFile, Recording
         from ngsgd.errors import NgsgdError
-
         given: list[Any] = [row.get(name) for name in ("audio", "samples", "sample_rate_hz")]
         audio, samples, rate_hz = [None if np.isscalar(value) and pd.isna(value) else value for value in given]
         name = f"row {number}"

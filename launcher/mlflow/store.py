@@ -201,7 +201,6 @@ def open_client(uri: str) -> Any:
     if uri.startswith("sqlite:///"):
         Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     from mlflow import MlflowClient
-
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
         # otherwise it logs the creation of its tables
         logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -233,7 +232,6 @@ class Artifacts:
                 self.refused = place
                 return
             from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
             # not the client's own: it would ask the server again, which may answer something else
             self._repository = get_artifact_repository(place, tracking_uri=uri)
 
@@ -268,7 +266,6 @@ def log_model(client: Any, run_id: str, experiment_id: str, final: Path, artifac
     """
     from mlflow.entities import LoggedModelOutput
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
     model = client.create_logged_model(experiment_id, name="model", source_run_id=run_id)
     if _is_server(uri) and not _is_remote(model.artifact_location):
         artifacts.refused = model.artifact_location
@@ -301,7 +298,6 @@ def _save(final: Path, folder: Path, library: Path, *, model_id: str, takes_audi
     from mlflow.models import Model
 
     from ngsgd.launcher.console import version
-
     root = Path(ngsgd.__file__).parent
     with zipfile.ZipFile(library, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cpp")):
@@ -329,7 +325,6 @@ def _signature(about: dict[str, Any], *, takes_audio: bool) -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
     from mlflow.types.schema import Array, ColSpec, DataType, Object, Property
-
     if not takes_audio:
         return ModelSignature(*(Schema([TensorSpec(np.dtype(np.float32), (-1, about[size]))])
                                 for size in ("num_inputs", "num_classes")))

@@ -240,7 +240,6 @@ class _MlflowRun:
         if not self._model_id:
             # imports speech recognition
             from ngsgd.asr.bundle import INDEX
-
             final = self.run_dir / "final"
             takes_audio = self._config.features.kind != "given" and (final / INDEX).is_file()
             self._model_id = store.log_model(self._client, self.run_id, self.experiment_id, final, artifacts, uri=self._uri,
@@ -258,7 +257,6 @@ class _MlflowRun:
     def _log(self, run_id: str, figures: Mapping[str, float], at_ms: int, *, model_id: str = "") -> None:
         """One request for all figures (a thousand at most), at the current number of frames."""
         from mlflow.entities import Metric
-
         metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms, self.figures.step, model_id or None)
                    for name, value in figures.items()]
         for first in range(0, len(metrics), _METRICS_PER_BATCH):
@@ -283,7 +281,6 @@ class _MlflowRun:
     def _created(self) -> str:
         """The run of the settings, or a new one, with parameters, tags and data set."""
         from mlflow.entities import Param, RunTag
-
         # in another store, or in one that was emptied
         before = store.read_tracking(self.run_dir)
         num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
@@ -314,7 +311,6 @@ class _MlflowRun:
 
     def _log_data(self, run_id: str) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
-
         try:
             about = unsealed("prepared data", read_json(RunFolder(self.run_dir).data))
             digest, source = str(about["digest"]), str(about["egs"])
@@ -359,7 +355,6 @@ def _git(folder: Path, *arguments: str) -> str:
 def _origin(index: int) -> dict[str, str]:
     """The tags that MLflow itself would set; `index` chooses the color."""
     import getpass
-
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

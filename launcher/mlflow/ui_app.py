@@ -32,7 +32,6 @@ class SameOriginOnly:
             return
         if self._app is None:
             from mlflow.server.fastapi_app import app
-
             self._app = app
         await self._app(scope, receive, _marked(send) if scope.get("path") == "/health" else send)
 

@@ -59,7 +59,6 @@ class Capacity:
     def _watch(self, address: str) -> None:
         # not at the top: it imports the code of the autoscaler
         from ray.autoscaler.v2.sdk import get_cluster_status
-
         wait_s = 0.0
         while not self._ended.wait(wait_s):
             began = time.monotonic()

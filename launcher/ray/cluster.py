@@ -37,7 +37,7 @@ _FORWARDED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the configuration of the Ray job that started this process
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _folder: PrivateFolder | None = None  # of the Ray that this process started
-_begun: _Start | None = None  # the start that `begin` made and `connect` did not take yet
+_begun: _Start | None = None  # the start of `begin` that `connect` did not take yet
 
 
 class _Start(threading.Thread):
@@ -71,8 +71,9 @@ def begin(config: ClusterConfig) -> None:
         # OpenBLAS ends its threads at a fork, and a BLAS call of another thread then never returns.
         # So nothing is computed while the processes of Ray start.
         _begun.done.wait()
-        if _begun.error is not None:
-            _take_begun()
+        if (error := _begun.error) is not None:
+            _begun = None
+            raise error
 
 
 def end_unused() -> None:
@@ -102,6 +103,7 @@ def require_workers(config: ClusterConfig, report: Callable[[str], object]) -> N
 
 def connect(config: ClusterConfig) -> bool:
     """Join the cluster of `config.address`, or start a Ray here; True if it was started here."""
+    global _begun  # noqa: PLW0603
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # a test session, or a user's own program
     if _begun is None and ray.is_initialized():
@@ -110,10 +112,10 @@ def connect(config: ClusterConfig) -> bool:
     if config.address:
         require_head(config.address)
     divert()
-    if _take_begun():
-        return True
     if not config.address:
-        _start()
+        if _begun is None:
+            _start()
+        _begun = None
         return True
     try:
         _join(config.address)
@@ -165,22 +167,9 @@ def log_folder() -> str:
     return _folder.logs if _folder else ""
 
 
-def _take_begun() -> bool:
-    """Wait for the start of `begin`, if there is one, and raise its error."""
-    global _begun
-    begun, _begun = _begun, None
-    if begun is None:
-        return False
-    begun.done.wait()
-    if begun.error is not None:
-        raise begun.error
-    return True
-
-
 def _join(address: str) -> None:
     """Connect to a head that answers; with a wrong token, Ray would retry 20 times."""
     from ray._private import ray_constants
-
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
     # Ray sets the variables of the Ray job that started this process, and rejects a second value
@@ -215,7 +204,6 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _start() -> None:
-    """Start a Ray on this machine; raise RayStartError if that fails."""
     for is_last in (*(False,) * (_START_TRIES - 1), True):
         try:
             _try_to_start()
@@ -261,7 +249,6 @@ def _try_to_start() -> None:
 def _on_loopback() -> Iterator[None]:
     """Ray listens on 127.0.0.1 alone: no other machine joins a cluster that a run has to itself."""
     from ray._private import ray_constants
-
     # as on systems where Ray has no clusters; in a version without these, the token remains
     name, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = getattr(ray_constants, name, None), os.environ.get(variable)

@@ -60,7 +60,6 @@ def connect(server: JobServer) -> Any:
     use_token(server)
     with told(server):
         from ray.job_submission import JobSubmissionClient
-
         return JobSubmissionClient(server.address)
 
 

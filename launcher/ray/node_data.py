@@ -109,11 +109,6 @@ class NodeData:
             self._server = None
 
 
-def fetching(spec: TaskSpec, remote: RemoteData) -> TaskSpec:
-    """Return the description of a task whose folders are fetched."""
-    return spec.fetching(remote) if isinstance(spec, SpeechTaskSpec) else spec
-
-
 class FileServer:
     """The actor: reads parts of files, by SHA-256, and no other files of the coordinator."""
 

@@ -98,7 +98,6 @@ def _resolved(address: str) -> str | None:
     with contextlib.suppress(Exception):
         # private, so it may be another one in another version: then Ray looks for itself
         from ray._private import services
-
         return services.canonicalize_bootstrap_address("auto") or None
     return None
 
@@ -137,7 +136,6 @@ def _get(url: str) -> None:
     import ssl
     import urllib.error
     import urllib.request
-
     try:
         urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:

@@ -67,7 +67,6 @@ class PrivateFolder:
     def _at_exit(self) -> None:
         if self._owner == os.getpid():
             import ray
-
             with contextlib.suppress(Exception):
                 ray.shutdown()
             self.close()
@@ -120,7 +119,6 @@ RAY_LOG = RayLog()  # one per process, as Ray itself is
 def divert() -> None:
     """Send Ray's log records, and the messages that its driver thread prints, to RAY_LOG."""
     from ray._private import worker
-
     logger = logging.getLogger("ray")
     if RAY_LOG in logger.handlers:
         return

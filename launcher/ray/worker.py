@@ -22,8 +22,9 @@ from ngsgd.data.fetching.files import RemoteData
 from ngsgd.data.fetching.source import FetchError
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.mlflow.metrics import load_of_machine
-from ngsgd.launcher.ray.node_data import UnseenFolder, fetching, unseen_here
+from ngsgd.launcher.ray.node_data import UnseenFolder, unseen_here
 from ngsgd.object_storage.urls import local_root
+from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.snapshots.job_snapshots import SnapshotMemory
@@ -54,8 +55,8 @@ class RayWorker:
         self._minibatches = 0
         self._heartbeats = _reached(heartbeats)
         try:
-            if unseen and remote is not None:
-                spec = fetching(spec, replace(remote, progress=self._count))
+            if unseen and remote is not None and isinstance(spec, SpeechTaskSpec):
+                spec = spec.fetching(replace(remote, progress=self._count))
             self._worker = make_worker(spec, index)
         except FetchError as error:
             assert unseen

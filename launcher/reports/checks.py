@@ -149,7 +149,6 @@ def _gap(run: RunHistory) -> _Found:
 
 def _wer(run: RunHistory) -> _Found | None:
     from ngsgd.pipeline.recipes import expected_wer
-
     if not run.test_errors:
         return None
     wer = low = run.test_errors.wer
@@ -243,7 +242,6 @@ def user_settings(config: RunConfig) -> tuple[str, dict[str, tuple[Any, Any]]]:
     """
     from ngsgd.config import RunConfig
     from ngsgd.launcher.config.compose import groups
-
     values, plain = flatten(config), flatten(RunConfig())
     names = [] if config.task._target_ else groups()["recipe"]
     found = {name: _of_recipe(name, config, plain) for name in names}
@@ -259,7 +257,6 @@ def user_settings(config: RunConfig) -> tuple[str, dict[str, tuple[Any, Any]]]:
 def _of_recipe(name: str, config: RunConfig, plain: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a recipe with the choices of a run; empty where these make no run of it."""
     from ngsgd.pipeline.recipes import recipe
-
     kinds = {of: {"kind": getattr(config, of).kind} for of in ("optimizer", "model", "outer")}
     data = {"source": config.data.source} if config.data.source else {}
     try:

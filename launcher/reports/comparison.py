@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
@@ -31,20 +31,9 @@ _MAX_IN_NAME = 4
 
 
 @dataclass(frozen=True)
-class Point:
-    epoch: float
-    frames_processed: int
-    elapsed_s: float
-    train_objf: float
-    valid_objf: float
-    accuracy: float
-    num_jobs: int
-
-
-@dataclass(frozen=True)
 class ComparedRun:
     folder: RunFolder
-    points: tuple[Point, ...]
+    points: tuple[OuterIterationRecord, ...]  # without their jobs
     settings: dict[str, Any]
     # percent, and its 95% interval
     wer: tuple[float, float, float] | None
@@ -63,16 +52,16 @@ class ComparedRun:
     @property
     def valid_loss(self) -> float:
         """Of the final model, or of the last outer iteration of a run that has not finished."""
-        return -(self.points[-1].valid_objf if self.final_objf is None else self.final_objf)
+        return -(self.points[-1].valid.objf if self.final_objf is None else self.final_objf)
 
     def seconds_to(self, objf: float) -> float:
         """Seconds of training until the validation objective is reached, interpolated; or NaN."""
-        before: Point | None = None
+        before: OuterIterationRecord | None = None
         for point in self.points:
-            if point.valid_objf >= objf:
+            if point.valid.objf >= objf:
                 if before is None:
                     return point.elapsed_s
-                share = (objf - before.valid_objf) / (point.valid_objf - before.valid_objf)
+                share = (objf - before.valid.objf) / (point.valid.objf - before.valid.objf)
                 return before.elapsed_s + share * (point.elapsed_s - before.elapsed_s)
             before = point
         return math.nan
@@ -90,7 +79,8 @@ class ComparedRun:
                 "frames_per_s": last.frames_processed / last.elapsed_s if last.elapsed_s else None,
                 "wer_percent": self.wer and self.wer[0],
                 "wer_interval_95": self.wer and list(self.wer[1:]), "valid_objf": -self.valid_loss,
-                "is_final_model": self.final_objf is not None, "valid_accuracy": last.accuracy,
+                "is_final_model": self.final_objf is not None,
+                "valid_accuracy": last.valid.accuracy if self.is_speech else math.nan,
                 "epochs": last.epoch, "frames_processed": last.frames_processed, "seconds": last.elapsed_s,
                 "seconds_to_common_objf": None if math.isnan(seconds) else seconds}
 
@@ -131,13 +121,11 @@ def read(folder: RunFolder) -> ComparedRun:
     # without passwords, and with lists for tuples as in YAML
     settings = {path: masked(one) if isinstance(one, str) else list(one) if isinstance(one, tuple)
                 else one for path, one in flatten(read_config(folder.config)).items()}
-    points, end = dict[int, Point](), None
+    points, end = dict[int, OuterIterationRecord](), None
     for event in events_of(folder.events):
         if event["event"] == "outer_iteration":
             one = OuterIterationRecord.from_json(event)
-            points[one.outer_iter] = Point(
-                one.epoch, one.frames_processed, one.elapsed_s, one.train.objf, one.valid.objf,
-                math.nan if settings["task._target_"] else one.valid.accuracy, one.num_jobs)
+            points[one.outer_iter] = replace(one, jobs=())
         elif event["event"] == "finished":
             end = FinalReport.from_json(event)
     if not points:
@@ -254,7 +242,6 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     """
     # NumPy is loaded for the first interval, not for the help
     from ngsgd.asr.decode.scoring import bootstrap_interval, paired_interval, welch_interval
-
     value = other.mean(measure) - best.mean(measure)
     # of a seed that ran twice, the last
     ours, theirs = ({run.settings["seed"]: run.result(measure) for run in group.runs} for group in (best, other))
@@ -286,7 +273,7 @@ def utterances_of(folder: RunFolder) -> list[UtteranceErrors]:
 
 def common_objf(runs: Sequence[ComparedRun]) -> float:
     """The validation objective that every run reached: the lowest of their best."""
-    return min(max(point.valid_objf for point in run.points) for run in runs)
+    return min(max(point.valid.objf for point in run.points) for run in runs)
 
 
 @dataclass(frozen=True)

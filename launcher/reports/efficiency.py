@@ -18,13 +18,20 @@ _FRAME_S = 0.01
 
 
 @dataclass(frozen=True)
-class Efficiency:
-    """Sums over the outer iterations of a run."""
-
-    # results that entered an average
+class _Counts:
     num_counted: int = 0
-    # jobs planned
     num_possible: int = 0
+
+    @property
+    def participation(self) -> float:
+        """0 to 1; NaN before the first outer iteration, or without an average."""
+        return self.num_counted / self.num_possible if self.num_possible else float("nan")
+
+
+@dataclass(frozen=True)
+class Efficiency(_Counts):
+    """Sums over the outer iterations of a run: of results that entered an average, and of planned jobs."""
+
     # of counted jobs, from the first minibatch to the last
     minibatch_s: float = 0.0
     # of training; pauses between two processes of a run do not count
@@ -35,11 +42,6 @@ class Efficiency:
     num_samples: int = 0
     # wall seconds of each outer iteration x its workers
     worker_s: float = 0.0
-
-    @property
-    def participation(self) -> float:
-        """0 to 1; NaN before the first outer iteration."""
-        return self.num_counted / self.num_possible if self.num_possible else float("nan")
 
     @property
     def effective_share(self) -> float:
@@ -101,21 +103,13 @@ def _seconds_of(record: OuterIterationRecord, before_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class SiteFigures:
-    """Sums over the averages of one site with the others."""
+class SiteFigures(_Counts):
+    """Sums over the averages of one site with the others: of sites in them, and of sites of the run."""
 
     num_rounds: int = 0
-    # sites in these averages, and sites of the run in each of them
-    num_counted: int = 0
-    num_possible: int = 0
     sent_mb: float = 0.0
     received_mb: float = 0.0
     wait_s: float = 0.0
-
-    @property
-    def participation(self) -> float:
-        """Sites counted / possible, 0 to 1; NaN without an average."""
-        return self.num_counted / self.num_possible if self.num_possible else float("nan")
 
     @property
     def text(self) -> str:
@@ -129,5 +123,5 @@ def sites_of(events: Iterable[Mapping[str, Any]]) -> SiteFigures:
 
     def total(name: str) -> float:
         return float(sum(one.get(name, 0.0) for one in rounds))
-    return SiteFigures(int(total("averages")), int(total("counted")), int(total("possible")), total("sent_bytes") / 1e6,
+    return SiteFigures(int(total("counted")), int(total("possible")), int(total("averages")), total("sent_bytes") / 1e6,
                        total("received_bytes") / 1e6, total("wait_s"))

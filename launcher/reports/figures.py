@@ -95,8 +95,8 @@ def comparison_figure(groups: Sequence[Group]) -> Any:
         for run in group.runs:
             for axes, x in ((panels["epochs"], [one.epoch for one in run.points]),
                             (panels["minutes"], [one.elapsed_s / 60 for one in run.points])):
-                axes.plot(x, [one.valid_objf for one in run.points], color=color, linewidth=1.8)
-                axes.plot(x, [one.train_objf for one in run.points], color=color, linewidth=0.8, linestyle="--")
+                axes.plot(x, [one.valid.objf for one in run.points], color=color, linewidth=1.8)
+                axes.plot(x, [one.train.objf for one in run.points], color=color, linewidth=0.8, linestyle="--")
     unit = "nats per frame" if groups[0].runs[0].is_speech else "minus the loss"
     label(panels["epochs"], "Objective: validation set solid, training set dashed", unit)
     label(panels["minutes"], "", "")
@@ -151,7 +151,6 @@ def label(axes: Any, title: str, unit: str) -> None:
 def new_figure(width: float, height: float) -> Any:
     """An empty figure, in inches."""
     from matplotlib.figure import Figure
-
     # no pyplot: it keeps every figure alive
     return Figure(figsize=(width, height), layout="constrained")
 

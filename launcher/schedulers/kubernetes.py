@@ -45,7 +45,6 @@ def manifest(options: argparse.Namespace, name: str, where: str, words: Sequence
     variables. `where` is the run, or the folder of runs; object storage needs no claim.
     """
     import yaml
-
     # KubeRay compares rayVersion with the first one that has tokens
     require_version()
     problems = out_of_range(options, {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0})

@@ -15,7 +15,6 @@ _SILENT = ("why", "status", "info", "logs", "settings", "help", "completion", "-
 def keep(arguments: Sequence[str], error: BaseException) -> None:
     """Record the error of a command line, unless a run contains it that `ngsgd why` finds."""
     from ngsgd.runs.failure_record import keep_failed_command, recorded_in
-
     if not arguments or arguments[0] in _SILENT:
         return
     run = _run_of(arguments)
@@ -31,7 +30,6 @@ def keep(arguments: Sequence[str], error: BaseException) -> None:
 def _run_of(arguments: Sequence[str]) -> Path | None:
     from ngsgd.runs import stored_run
     from ngsgd.runs.run_folder import known_run
-
     words = [word for word in arguments[1:] if not word.startswith("-") and "=" not in word]
     if not words or arguments[0] == "train":
         return None

@@ -169,22 +169,10 @@ def find_samples(file: Source, kind: str) -> Samples | None:
     return None
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """Plain numbers of a wav."""
-
-    dtype: str  # of NumPy, or "<i3" for integers of 24 bits
-    num_channels: int
-    sample_rate_hz: int
-
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of one sample of all channels."""
-        return self.num_channels * int(self.dtype[-1])
-
-
-def wav_encoding(file: Source) -> Encoding | None:
-    """Read the encoding of a wav; None for other encodings than integers and floating point."""
+def wav_encoding(file: Source) -> tuple[str, int, int] | None:
+    """Return (type of NumPy, or "<i3" for integers of 24 bits, number of channels, sampling rate) of a
+    wav; None for other encodings than integers and floating point.
+    """
     fmt = next((file.read(min(length, 40)) for name, length, *_ in _chunks(file, "wav") if name == b"fmt "), b"")
     if len(fmt) < 16:
         return None
@@ -194,7 +182,7 @@ def wav_encoding(file: Source) -> Encoding | None:
         code = int.from_bytes(fmt[24:26], "little")
     dtype = _PLAIN.get((code, bits))
     is_plain = dtype is not None and channels and frame_bytes == channels * bits // 8
-    return Encoding(str(dtype), channels, rate_hz) if is_plain else None
+    return (str(dtype), channels, rate_hz) if is_plain else None
 
 
 def _chunks(file: Source, kind: str) -> Iterator[tuple[bytes, int, int, str, int]]:

@@ -324,7 +324,8 @@ def _live_wav(source: _Stream) -> Recording | None:
         return None
     if encoding is None or found is None:
         return None
-    check_rate(_STREAM, encoding.sample_rate_hz, encoding.num_channels)
+    dtype, num_channels, rate_hz = encoding
+    check_rate(_STREAM, rate_hz, num_channels)
     source.seek(found.begin)
     source.release()
     # bytes of samples; None: all
@@ -335,15 +336,15 @@ def _live_wav(source: _Stream) -> Recording | None:
         if is_cut:
             raise DataError(f"{_STREAM} is truncated: the last {left} bytes of samples in its "
                             "header are missing; send it again.")
-        wanted = size * encoding.frame_bytes
+        wanted = size * num_channels * int(dtype[-1])
         content = source.read(wanted if left is None else min(wanted, left))
         if left is not None:
             is_cut = len(content) < min(wanted, left)
             left -= len(content)
-        samples_NC = _numbers(content, encoding.dtype, encoding.num_channels)
+        samples_NC = _numbers(content, dtype, num_channels)
         # the samples before the end are recognized first
         return samples_NC if len(samples_NC) or not is_cut else read(size)
-    return Recording(_STREAM, encoding.sample_rate_hz, encoding.num_channels, read)
+    return Recording(_STREAM, rate_hz, num_channels, read)
 
 
 def _numbers(content: bytes, dtype: str, num_channels: int) -> npt.NDArray[Any]:

@@ -103,22 +103,24 @@ class Selected(Column[Item]):
         return self._source[self._chosen[at]]
 
 
-class Spool(_Parts[bytes]):
-    """Records, read once, in an unnamed file in the folder of temporary files (TMPDIR)."""
+class Spool(_Parts[Item]):
+    """Records, read once, in an unnamed file in the folder of temporary files (TMPDIR); `decode`
+    makes items of them when they are read.
+    """
 
-    def __init__(self, records: Iterable[bytes]) -> None:
+    def __init__(self, records: Iterable[bytes], decode: Callable[[bytes], Item]) -> None:
         # closed, and therefore removed, with this object
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._ends = array("q", [0])
+        self._ends, self._decode = array("q", [0]), decode
         for record in records:
             self._file.write(record)
             self._ends.append(self._ends[-1] + len(record))
         self._file.flush()
 
-    def _item(self, at: int) -> bytes:
+    def _item(self, at: int) -> Item:
         begin = self._ends[at]
         # independent of other threads, which read too
-        return os.pread(self._file.fileno(), self._ends[at + 1] - begin, begin)
+        return self._decode(os.pread(self._file.fileno(), self._ends[at + 1] - begin, begin))
 
 
 class Index:

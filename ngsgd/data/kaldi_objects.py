@@ -234,6 +234,18 @@ def read_archive(source: Source) -> Iterator[tuple[str, Array]]:
             raise KaldiFormatError(f"{name[:80]}: {error}") from error
 
 
+def int32_bytes(*values: int) -> bytes:
+    """Encode integers as `Source.int32` reads them."""
+    return b"".join(struct.pack("<bi", 4, value) for value in values)
+
+
+def matrix_bytes(matrix: npt.NDArray[np.floating]) -> bytes:
+    """Encode a matrix with its type word: float64, or float32 for other types."""
+    word, dtype = (b"DM ", "<f8") if matrix.dtype == np.float64 else (b"FM ", "<f4")
+    rows = np.ascontiguousarray(matrix, dtype)
+    return word + int32_bytes(*rows.shape) + rows.tobytes()
+
+
 def _read_compressed(source: Source, kind: bytes) -> Array:
     """Decompress a CompressedMatrix in the order of operations of Kaldi, bitwise identical to it.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.data.kaldi_objects import Source, open_source, read_float_object
+from ngsgd.data.kaldi_objects import Source, int32_bytes, matrix_bytes, open_source, read_float_object
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
@@ -70,29 +70,23 @@ def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
 
 def _encoded(example: Nnet3Example) -> bytes:
     times = np.arange(len(example.features_WD)) - example.left_context
-    matrix = np.ascontiguousarray(example.features_WD, "<f4")
-    features = b"FM " + _int(matrix.shape[0]) + _int(matrix.shape[1]) + matrix.tobytes()
-    rows = b"".join(b"SV " + _int(example.num_classes) + _int(1) + _int(pdf) + b"\4" + struct.pack("<f", weight)
+    rows = b"".join(b"SV " + int32_bytes(example.num_classes, 1, pdf) + b"\4" + struct.pack("<f", weight)
                     for pdf, weight in zip(example.pdf_F.tolist(), example.weight_F.tolist(), strict=True))
-    labels = b"SM " + _int(len(example.pdf_F)) + rows
+    labels = b"SM " + int32_bytes(len(example.pdf_F)) + rows
+    features = matrix_bytes(example.features_WD)
     parts = [_io("input", times.tolist(), features), _io("output", list(range(len(example.pdf_F))), labels)]
     if example.ivector_S is not None:
-        row = np.ascontiguousarray(example.ivector_S, "<f4")
-        parts.insert(1, _io("ivector", [0], b"FM " + _int(1) + _int(len(row)) + row.tobytes()))
-    return b"<Nnet3Eg> <NumIo> " + _int(len(parts)) + b"".join(parts) + b"</Nnet3Eg> "
+        parts.insert(1, _io("ivector", [0], matrix_bytes(example.ivector_S[None])))
+    return b"<Nnet3Eg> <NumIo> " + int32_bytes(len(parts)) + b"".join(parts) + b"</Nnet3Eg> "
 
 
 def _io(name: str, times: list[int], matrix: bytes) -> bytes:
     indexes, before = b"", 0
     for t in times:
         step = t - before
-        indexes += struct.pack("b", step) if abs(step) <= _MAX_STEP else bytes([_ESCAPE]) + _int(0) + _int(t) + _int(0)
+        indexes += struct.pack("b", step) if abs(step) <= _MAX_STEP else bytes([_ESCAPE]) + int32_bytes(0, t, 0)
         before = t
-    return b"<NnetIo> " + name.encode() + b" <I1V> " + _int(len(times)) + indexes + matrix + b"</NnetIo> "
-
-
-def _int(value: int) -> bytes:
-    return b"\4" + struct.pack("<i", value)
+    return b"<NnetIo> " + name.encode() + b" <I1V> " + int32_bytes(len(times)) + indexes + matrix + b"</NnetIo> "
 
 
 def _decoded(key: str, source: Source) -> Nnet3Example:
@@ -117,22 +111,19 @@ def _decoded(key: str, source: Source) -> Nnet3Example:
         source.expect(b"</NnetIo> ")
     source.expect(b"</Nnet3Eg> ")
     (input_times, features_WD), (output_times, labels) = found["input"], found["output"]
-    if not isinstance(features_WD, np.ndarray) or not isinstance(labels, _Sparse):
+    if not isinstance(features_WD, np.ndarray) or isinstance(labels, np.ndarray):
         raise ValueError("its input is sparse, or its output is dense")
     if np.any(np.diff(input_times) != 1) or np.any(np.diff(output_times) != 1):
         raise ValueError("its frames have gaps; frames of one sequence are expected")
-    if (len(input_times), len(output_times)) != (len(features_WD), len(labels.column_F)):
+    if (len(input_times), len(output_times)) != (len(features_WD), len(labels[0])):
         raise ValueError("its numbers of rows and times differ")
     ivector = found["ivector"][1] if "ivector" in found else None
-    return Nnet3Example(key, features_WD, output_times[0] - input_times[0], labels.column_F, labels.value_F, labels.num_columns,
+    return Nnet3Example(key, features_WD, output_times[0] - input_times[0], *labels,
                         ivector[0] if isinstance(ivector, np.ndarray) else None)
 
 
-@dataclass(frozen=True)
-class _Sparse:
-    column_F: npt.NDArray[np.int32]
-    value_F: npt.NDArray[np.float32]
-    num_columns: int
+# columns and values of the rows, and the number of columns
+_Sparse = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], int]
 
 
 def _read_matrix(source: Source) -> npt.NDArray[np.float32] | _Sparse:
@@ -152,4 +143,4 @@ def _read_matrix(source: Source) -> npt.NDArray[np.float32] | _Sparse:
         values.append(struct.unpack("<f", source.take(4))[0])
         if not 0 <= columns[-1] < width or not math.isfinite(values[-1]):
             raise ValueError(f"a frame has the label {columns[-1]} of {width} and the weight {values[-1]}")
-    return _Sparse(np.array(columns, np.int32), np.array(values, np.float32), width)
+    return np.array(columns, np.int32), np.array(values, np.float32), width

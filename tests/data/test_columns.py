@@ -17,7 +17,7 @@ LISTS = {"utt_ids": NAMES, "texts": TEXTS, "empty": ()}
 
 @pytest.mark.parametrize(("found", "expected"), [
     (Strings(NAMES), NAMES), (WordLists(TEXTS), TEXTS), (Selected(NAMES, [3, 0, 0]), ("語", "b", "b")),
-    (Spool([b"a", b"", b"bc"]), (b"a", b"", b"bc"))])
+    (Spool([b"a", b"", b"bc"], bytes.decode), ("a", "", "bc"))])
 def test_a_column_behaves_as_a_tuple(found: columns.Column[object], expected: tuple[object, ...]) -> None:
     assert found == expected
     assert expected == found

@@ -54,6 +54,5 @@ def examine(output_dir: str, num_workers: int, address: str = "", tracking_uri: 
         checks.append(machine.object_storage(output_dir))
     if address:
         from ngsgd.launcher.doctor import cluster
-
         checks.append(cluster.nodes(address, root))
     return itertools.chain.from_iterable(checks)

@@ -181,7 +181,6 @@ def events_after(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]
 
 def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:
     from ngsgd.training.records import FinalReport, OuterIterationRecord
-
     match event.get("event"):
         case "outer_iteration":
             return [iteration_line(OuterIterationRecord.from_json(event), is_speech=is_speech)]

@@ -35,7 +35,6 @@ def command(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     from ngsgd.launcher.config import compose
     from ngsgd.launcher.config.sources import Sources
-
     config = compose.compose(options.overrides, Sources.of(options))
     config.sites.require_none("ngsgd plan")
     if math.isfinite(options.budget) and not config.cluster.price_per_hour:
@@ -118,11 +117,9 @@ def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
     if config.task._target_:
         from ngsgd.pipeline.task_run import task_spec
         from ngsgd.runs.trust import located
-
         return task_spec(located(config), None)
     from ngsgd.pipeline.prepare import prepare
     from ngsgd.tasks.speech import SpeechTaskSpec
-
     return SpeechTaskSpec(config, str(prepare(config, report).egs_directory))
 
 

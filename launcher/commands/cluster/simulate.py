@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
@@ -24,7 +24,8 @@ from ngsgd.launcher.arguments import CONFIG, JSON, Parser, out_of_range
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.planning.planner import Link, Spread, num_arrays_of
 from ngsgd.planning.simulated_cluster import SimulatedCluster, expected
-from ngsgd.training.records import OuterIterationRecord, SubsetScore, Tracker
+from ngsgd.training.records import OuterIterationRecord, SubsetScore
+from ngsgd.training.storage.event_log import events_of
 
 # these import torch, which would slow down --help
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ def command(arguments: Sequence[str]) -> int:
         raise ConfigError(problems)
     from ngsgd.launcher.config import compose
     from ngsgd.launcher.config.sources import Sources
-
     config = compose.compose(options.overrides, Sources.of(options))
     config.sites.require_none("ngsgd simulate")
     config = replace(config, cluster=replace(config.cluster, num_workers=config.schedule.num_jobs_final))
@@ -92,16 +92,6 @@ class VirtualProgress(ProgressTracker):
         return iteration_line(record, width=self.screen.width, ending=f"at {duration(record.elapsed_s)}")
 
 
-@dataclass
-class Scores(Tracker):
-    """A tracker that keeps the records for the summary."""
-
-    records: list[OuterIterationRecord] = field(default_factory=list)
-
-    def outer_iteration(self, record: OuterIterationRecord) -> None:
-        self.records.append(record)
-
-
 @dataclass(frozen=True)
 class Summary:
     """Result of a simulation: virtual times except `real_s`, fractions of the workers' time."""
@@ -131,7 +121,6 @@ class _VirtualCluster:
     def make_pool(self, request: PoolRequest) -> SimulatedPool:
         from ngsgd.planning.simulator import SimulatedPool
         from ngsgd.tasks.speech import SpeechTaskSpec
-
         if not isinstance(request.spec, SpeechTaskSpec):
             raise ConfigError("ngsgd simulate supports speech recipes only; remove task.")
         if self._config.cluster.ranks_per_worker > 1:
@@ -153,12 +142,11 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     from ngsgd.pipeline.run import Run, build_run
     from ngsgd.runs.run_folder import SIMULATION, run_name
     from ngsgd.tasks.speech import schedule_of
-
     config = replace(config, name=f"{run_name(config)}-simulated")
-    virtual, scores = _VirtualCluster(options, config), Scores()
+    virtual = _VirtualCluster(options, config)
     services = replace(
         services_of(config, options.quiet), report=progress.report, warn=progress.warn,
-        clock=virtual.clock, make_pool=virtual.make_pool, workers="simulated", make_trackers=lambda *_: [progress, scores])
+        clock=virtual.clock, make_pool=virtual.make_pool, workers="simulated", make_trackers=lambda *_: [progress])
     run = build_run(config, services)
     assert isinstance(run, Run)
     about = run.folder.path / SIMULATION
@@ -173,9 +161,10 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
                       model_bytes=4 * virtual.num_parameters) for number in num_jobs]
     worked_s = sum(number * one.work_s for number, one in zip(num_jobs, times, strict=True))
     paid_s = sum(number * one.outer_iter_s for number, one in zip(num_jobs, times, strict=True))
-    last, pool = scores.records[-1], virtual.pool
+    records = [OuterIterationRecord.from_json(one) for one in events_of(run.folder.events) if one["event"] == "outer_iteration"]
+    last, pool = records[-1], virtual.pool
     summary = Summary(
-        num_workers=pool.num_workers, num_outer_iters=len(scores.records), virtual_s=pool.clock(),
+        num_workers=pool.num_workers, num_outer_iters=len(records), virtual_s=pool.clock(),
         predicted_s=sum(one.outer_iter_s for one in times), predicted_efficiency=worked_s / paid_s,
         shares=pool.books.shares(), num_deaths=pool.books.num_deaths,
         num_hangs=pool.books.num_hangs, frames_processed=last.frames_processed, train=last.train,
@@ -187,7 +176,6 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
 def mean_frames(reader: EgsReader) -> float:
     """Return the frames of a job, the mean over all shards."""
     from ngsgd.schedules import Shard
-
     shards = itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg))
     return statistics.fmean(reader.num_frames(Shard(archive, frame)) for archive, frame in shards)
 

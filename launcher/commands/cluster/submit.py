@@ -93,7 +93,6 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
         raise ConfigError(f"--workers is for --resume; set cluster.num_workers={options.workers}.")
     from ngsgd.launcher.config import compose
     from ngsgd.launcher.config.sources import Sources
-
     given = compose.given_by(options.overrides)
     is_address_given, is_kind_given = "cluster.address" in given.settings, "cluster" in given.groups
     # the job joins the cluster that runs it, which makes Ray the default
@@ -125,7 +124,6 @@ def _absolute(path: str) -> str:
 def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
     """Settings for one worker per GPU, or per machine without GPUs, that uses all cores."""
     from ngsgd.config import ClusterConfig
-
     words, num_workers, num_nodes = list[str](), cluster.num_workers, max(1, options.nodes)
     given = {word.lstrip("+").partition("=")[0] for word in options.overrides}
     if "cluster.num_workers" not in given and num_workers == ClusterConfig().num_workers:
@@ -153,7 +151,6 @@ def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """Variables of a job, which whoever sees the cluster can read: a login is not among them."""
     from ngsgd.launcher.mlflow.store import VARIABLES, without_login
-
     # Slurm passes those of the shell to a job by itself
     found = {} if options.resume else {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     name = "MLFLOW_TRACKING_URI"
@@ -185,7 +182,6 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     if not options.follow:
         return EXIT_OK
     from ngsgd.launcher.commands.cluster.jobs import exit_code
-
     with told(server, job):
         return exit_code(jobs.follow(client, job))
 

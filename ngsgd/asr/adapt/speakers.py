@@ -20,7 +20,7 @@ from ngsgd.asr.adapt.projections import FmllrStats
 from ngsgd.asr.features import gaussians
 from ngsgd.asr.features.gaussians import StateMixtures
 from ngsgd.data import mapped
-from ngsgd.data.columns import Column, Spool
+from ngsgd.data.columns import Spool
 from ngsgd.errors import DataError
 from ngsgd.phase import Each
 
@@ -196,7 +196,7 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
         return gaussians.joined(frames_of(speaker)[1:] for speaker in each(names))
     first = mixtures = gaussians.train(pieces, num_pdfs, num_gaussians=num_frames // FRAMES_PER_GAUSSIAN)
     for _ in range(TRAINING_ROUNDS):
-        stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence) for speaker in each(names)))
+        stats = _spooled(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence) for speaker in each(names)))
         every = functools.reduce(FmllrStats.plus, stats, FmllrStats.zero(plain.dim))
         prior = FmllrStats.zero(plain.dim).plus(every, _PRIOR_FRAMES / max(every.count, 1.0))
         transforms = {speaker: one.plus(prior).estimate() for speaker, one in zip(names, stats, strict=True)}
@@ -206,22 +206,12 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
     return SpeakerAdaptation(plain.context, plain.projection_DE, plain.num_silence, first, mixtures, prior), transforms
 
 
-class _StatsOfSpeakers(Column[FmllrStats]):
+def _spooled(dim: int, stats: Iterable[FmllrStats]) -> Spool[FmllrStats]:
     """Sums of each speaker in a temporary file; those of 40 features are half a megabyte."""
-
-    def __init__(self, dim: int, stats: Iterable[FmllrStats]) -> None:
-        self._zero = FmllrStats.zero(dim)
-        self._records = Spool(np.concatenate([[one.count], one.linear_DE.ravel(), one.square_DEE.ravel()]).tobytes()
-                              for one in stats)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def _item(self, at: int) -> FmllrStats:
-        values = np.frombuffer(self._records[at])
-        linear, square = self._zero.linear_DE, self._zero.square_DEE
-        return FmllrStats(float(values[0]), values[1:1 + linear.size].reshape(linear.shape),
-                          values[1 + linear.size:].reshape(square.shape))
+    def decoded(record: bytes) -> FmllrStats:
+        count, linear, square = np.split(np.frombuffer(record), [1, 1 + dim * (dim + 1)])
+        return FmllrStats(float(count[0]), linear.reshape(dim, -1), square.reshape(dim, dim + 1, -1))
+    return Spool((np.concatenate([[one.count], one.linear_DE.ravel(), one.square_DEE.ravel()]).tobytes() for one in stats), decoded)
 
 
 def _sums(mixtures: StateMixtures, z_TD: Matrix, y_TD: Matrix, pdf_T: Pdfs, num_silence: int) -> FmllrStats:

@@ -34,7 +34,7 @@ from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.asr.lang import lexicon
 from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
 from ngsgd.config import FeatureConfig
-from ngsgd.data.columns import Column, Index, Spool
+from ngsgd.data.columns import Index, Spool
 from ngsgd.errors import DataError
 from ngsgd.files import named_in
 
@@ -52,7 +52,7 @@ class UtteranceEntry:
     where: str  # file:line of the transcript
 
 
-class Listing(Column[UtteranceEntry]):
+class Listing(Spool[UtteranceEntry]):
     """Utterances in a temporary file, made when they are read; DataError if two have one name."""
 
     def __init__(self, entries: Iterable[UtteranceEntry]) -> None:
@@ -62,17 +62,11 @@ class Listing(Column[UtteranceEntry]):
             for one in entries:
                 hashes.append(hash(one.utt_id))
                 yield json.dumps(to_json(one)).encode()
-        self._records = Spool(records())
+        super().__init__(records(), lambda record: of_json(json.loads(record)))
         if twice := Index(hashes, lambda at: self[at].utt_id).duplicate():
             first, second = (self[at] for at in twice)
             raise DataError(f"{second.where}: {second.utt_id} is also in {first.where}; give every "
                             "utterance a unique name, or remove one of them.")
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def _item(self, at: int) -> UtteranceEntry:
-        return of_json(json.loads(self._records[at]))
 
 
 def to_json(one: UtteranceEntry) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class _Synthesizer:
 
     def __init__(self, seed: int) -> None:
         import espeakng_loader
-
         self.espeak = ctypes.CDLL(str(espeakng_loader.get_library_path()))
         folder = str(espeakng_loader.get_data_path()).encode()
         flags = INITIALIZE_PHONEME_EVENTS | INITIALIZE_DONT_EXIT

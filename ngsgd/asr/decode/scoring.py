@@ -72,7 +72,6 @@ class Rules:
         """
         # `ngsgd compare --help` reads this module, and needs no NumPy
         from ngsgd.asr.kaldi_io import lines
-
         found: dict[tuple[str, ...], tuple[str, ...]] = {}
         for where, line in lines.read(path) if path else ():
             if line.startswith((";;", "#")):
@@ -143,7 +142,6 @@ def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interva
     # some samples have no reference word, and are omitted
     # `ngsgd compare --help` reads this module
     import numpy as np
-
     rows = score(refs, hyps, [""] * len(refs))[1]
     random, wers = np.random.default_rng(0), []
     for _ in range(_NUM_SAMPLES):
@@ -266,7 +264,6 @@ def bootstrap_interval(first: Sequence[UtteranceErrors], second: Sequence[Uttera
     None where the two are not of the same utterances.
     """
     import numpy as np
-
     if not first or [row.utt_id for row in first] != [row.utt_id for row in second]:
         return None
     count = len(first)
@@ -284,5 +281,4 @@ def bootstrap_interval(first: Sequence[UtteranceErrors], second: Sequence[Uttera
 def _quantile(freedom: float) -> float:
     """Quantile of Student's t for a two-sided interval of 95%."""
     from scipy.special import stdtrit
-
     return float(stdtrit(freedom, 0.975))

@@ -45,13 +45,6 @@ class WordLattice(NamedTuple):
     finals: dict[int, float]  # final state -> cost
 
 
-class Scored(NamedTuple):
-    """A word sequence and the cost of its best path."""
-
-    cost: float
-    labels: Labels
-
-
 def determinized(lattice: Any) -> WordLattice | None:
     """Determinize a kaldifst.Lattice over words; None if it has too many states for its beam."""
     lines = []
@@ -73,8 +66,8 @@ def determinized(lattice: Any) -> WordLattice | None:
     return _sorted(WordLattice(fst.num_states, arcs, finals), fst.start)
 
 
-def best_sequences(lattice: WordLattice, num: int) -> list[Scored]:
-    """Return at most `num` word sequences, best first."""
+def best_sequences(lattice: WordLattice, num: int) -> list[tuple[float, Labels]]:
+    """Return at most `num` word sequences, each after the cost of its best path, best first."""
     kaldifst = openfst.toolkit()
     text = [f"{arc.source} {arc.target} {arc.label} {arc.label} {arc.cost}" for arc in lattice.arcs]
     text += [f"{state} {cost}" for state, cost in lattice.finals.items()]
@@ -83,7 +76,7 @@ def best_sequences(lattice: WordLattice, num: int) -> list[Scored]:
     found = []
     for path in kaldifst.convert_nbest_to_vector(kaldifst.shortest_path(fst, num)):
         _, labels, _, weight = kaldifst.get_linear_symbol_sequence(path)
-        found.append(Scored(float(weight.value), tuple(labels)))
+        found.append((float(weight.value), tuple(labels)))
     return sorted(found)
 
 
@@ -254,8 +247,8 @@ def recognized(graph: Graph, loglik_TP: Scores, search: Search, *, lattice_beam:
         return Hypothesis(words, path.cost, path.is_complete)
     found = [converted(best, frames)]
     # the best sequence is one of these, unless it was outside the beam of the lattice
-    for scored in best_sequences(lattice, num_best) if num_best > 1 else ():
-        names = tuple(graph.words[label - 1] for label in scored.labels)
+    for _, labels in best_sequences(lattice, num_best) if num_best > 1 else ():
+        names = tuple(graph.words[label - 1] for label in labels)
         if names != best.words and len(found) < num_best:
             path, frames = decoding.timed_path(graphs.within(graph, names), loglik_TP, search)
             # the beam of the search may have pruned it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ngsgd.asr.features import cmvn
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.data import kaldi_objects
 from ngsgd.data.columns import Index, Spool
-from ngsgd.data.kaldi_objects import Array, KaldiFormatError, Place, Source, open_source
+from ngsgd.data.kaldi_objects import Array, KaldiFormatError, Place, Source, int32_bytes, matrix_bytes, open_source
 from ngsgd.errors import DataError
 
 _MAX_TABLE_BYTES = lines.MAX_BYTES
@@ -48,7 +47,7 @@ class Table(Mapping[str, Entry]):
                 self._numbers.append(number)
                 hashes.append(hash(key))
                 yield " ".join([key, *value]).encode()
-        self._lines = Spool(records())
+        self._lines = Spool(records(), bytes.decode)
         self._index = Index(hashes, lambda at: self._at(at)[0])
         if twice := self._index.duplicate():
             (_, first), (key, entry) = map(self._at, twice)
@@ -58,7 +57,7 @@ class Table(Mapping[str, Entry]):
             raise DataError(f"{path} is empty; add lines, or remove its folder.")
 
     def _at(self, at: int) -> tuple[str, Entry]:
-        key, _, value = self._lines[at].decode().partition(" ")
+        key, _, value = self._lines[at].partition(" ")
         return key, Entry(value, f"{self._path}:{self._numbers[at]}")
 
     def __getitem__(self, key: str) -> Entry:
@@ -156,20 +155,14 @@ def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.float
         for key, matrix in matrices:
             file.write(key.encode() + b" ")
             places.append(f"{key} {ark.absolute()}:{file.tell()}\n")
-            file.write(_encoded(matrix))
+            file.write(b"\0B" + matrix_bytes(matrix))
     files.write_text(ark.with_suffix(".scp"), "".join(places))
 
 
 def write_matrix(path: Path, matrix: npt.NDArray[np.floating]) -> None:
     """Write a file of one matrix, such as global_cmvn.stats."""
     with files.new_file(path) as temporary:
-        temporary.write_bytes(_encoded(matrix))
-
-
-def _encoded(matrix: npt.NDArray[np.floating]) -> bytes:
-    is_double = matrix.dtype == np.float64
-    rows = np.ascontiguousarray(matrix, "<f8" if is_double else "<f4")
-    return (b"\0BDM " if is_double else b"\0BFM ") + _int(rows.shape[0]) + _int(rows.shape[1]) + rows.tobytes()
+        temporary.write_bytes(b"\0B" + matrix_bytes(matrix))
 
 
 def write_int_vectors(ark: Path, vectors: Iterable[tuple[str, npt.NDArray[np.int32]]]) -> None:
@@ -178,11 +171,7 @@ def write_int_vectors(ark: Path, vectors: Iterable[tuple[str, npt.NDArray[np.int
         for key, vector in vectors:
             packed = np.empty(len(vector), [("size", "u1"), ("value", "<i4")])
             packed["size"], packed["value"] = 4, vector
-            file.write(key.encode() + b" \0B" + _int(len(vector)) + packed.tobytes())
-
-
-def _int(value: int) -> bytes:
-    return b"\4" + struct.pack("<i", value)
+            file.write(key.encode() + b" \0B" + int32_bytes(len(vector)) + packed.tobytes())
 
 
 def _reason(error: BaseException) -> str:

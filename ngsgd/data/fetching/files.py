@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ngsgd.counting import counted
 from ngsgd.data.fetching.node_cache import NodeCache, default_folder
@@ -25,45 +25,32 @@ T = TypeVar("T")
 _TRIES = 5
 
 
-class Files(Protocol):
-    """The files of one folder, by name."""
+class LocalFiles:
+    """The files of a folder that this process sees, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def root(self, name: str) -> Path:
         """Return the path of an index, or of a file that the index does not list."""
+        return self.folder / name
 
     def path(self, name: str, digest: str) -> Path:
         """Return the path of a file with this SHA-256, for the life of this object.
 
         Raises UnsoundFileError if it is missing or damaged.
         """
-
-    def arrays(self, name: str, digest: str) -> ArrayFile:
-        """Return the mapped arrays of a file with this SHA-256; raises as `path`."""
-
-    def prefetch(self, digests: Sequence[str]) -> None:
-        """Fetch files in the background, unless they are here; errors are ignored."""
-
-
-class LocalFiles:
-    """The files of a folder that this process sees."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def root(self, name: str) -> Path:
-        return self.folder / name
-
-    def path(self, name: str, digest: str) -> Path:
         path = self.folder / name
         if not is_sound(path, digest):
             raise UnsoundFileError(f"{path} is missing or does not match its checksum; remove {self.folder} and run again.")
         return path
 
     def arrays(self, name: str, digest: str) -> ArrayFile:
+        """Return the mapped arrays of a file with this SHA-256; raises as `path`."""
         return ArrayFile(self.path(name, digest))
 
     def prefetch(self, digests: Sequence[str]) -> None:
-        pass
+        """Fetch files in the background, unless they are here; errors are ignored."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +167,9 @@ class FetchedFiles:
             reason = "other processes of the node removed it again and again; raise data.node_cache_gb"
         raise UnsoundFileError(f"{self.folder.path}/{name} could not be fetched to {os.uname().nodename}: {reason}. If the file of "
                                f"the coordinator is damaged, remove {self.folder.path} there and run again.")
+
+
+Files = LocalFiles | FetchedFiles
 
 
 @dataclass(frozen=True)

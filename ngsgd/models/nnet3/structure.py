@@ -24,10 +24,10 @@ def network_of(head: str, components: Iterable[Component]) -> Network:
     """Create a network from nodes and components; DataError for unsupported or unfitting ones."""
     chain, inputs = _chain(head)
     by_name = {component.name: component for component in components}
-    if missing := [node.component for node in chain if node.component not in by_name]:
+    if missing := [name for name, *_ in chain if name not in by_name]:
         raise DataError(f"The component {missing[0]} is used in the nnet3 model, but missing in "
                         "the file; check that the file is complete.")
-    parts = [_Part(by_name[node.component], node.offsets, node.has_ivector) for node in chain]
+    parts = [_Part(by_name[name], offsets, has_ivector) for name, offsets, has_ivector in chain]
     for part in parts:
         if part.component.kind in _DROPOUT and (part.offsets != (0,) or part.has_ivector):
             raise DataError(f"{part.component} is dropout of spliced frames; only dropout between two layers is supported.")
@@ -76,9 +76,6 @@ class Component:
                             "model again.")
         return found
 
-    def vector(self, token: str) -> Array:
-        return self.array(token).reshape(-1)
-
     def word(self, token: str, default: str) -> str:
         found = self.values.get(token, default)
         return found if isinstance(found, str) else "an array"
@@ -95,17 +92,8 @@ def finite(rows: list[list[str]] | npt.NDArray[np.floating]) -> Array:
     return found
 
 
-@dataclass(frozen=True)
-class _Node:
-    name: str
-    component: str
-    before: str
-    offsets: tuple[int, ...]
-    has_ivector: bool = False
-
-
-def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
-    """Return the component nodes from input to output, and the sizes of the inputs."""
+def _chain(head: str) -> tuple[list[tuple[str, tuple[int, ...], bool]], dict[str, int]]:
+    """Return (component, offsets, has_ivector) of each node from input to output, and the sizes of the inputs."""
     lines, inputs = [], {}
     for number, text in enumerate(head.replace("<Nnet3>", "       ").splitlines(), start=1):
         if not text.strip():
@@ -136,16 +124,17 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
             # an i-vector after the frames is a flag
             written = line["input"].strip()
             rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", written)
-            nodes[line["name"]] = _Node(line["name"], line["component"], *_spliced(rest), has_ivector=rest != written)
+            before, offsets = _spliced(rest)
+            nodes[line["name"]] = before, (line["component"], offsets, rest != written)
         elif line[""] not in ("input-node", "output-node"):
             raise DataError(f"The nnet3 model has a {line['']}, which is not supported.")
-    chain: list[_Node] = []
+    chain: list[tuple[str, tuple[int, ...], bool]] = []
     name, _ = _spliced(outputs["output"])
     while name != "input":
         if name not in nodes or len(chain) > len(nodes):
             raise DataError(f"The node {name} of the nnet3 model is missing, or part of a cycle.")
-        chain.insert(0, nodes[name])
-        name = nodes[name].before
+        name, part = nodes[name]
+        chain.insert(0, part)
     return chain, inputs
 
 
@@ -175,11 +164,9 @@ def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A component with the offsets of its input."""
-
     component: Component
-    offsets: tuple[int, ...]
-    has_ivector: bool = False
+    offsets: tuple[int, ...]  # of its input
+    has_ivector: bool
 
     @property
     def is_of_one_frame(self) -> bool:
@@ -243,7 +230,7 @@ def _read_affine(part: _Part) -> AffineParameters:
     component = part.component
     if component.kind not in _AFFINE:
         raise DataError(f"{component} is a {component.kind}; an affine component is expected.")
-    affine = AffineParameters(component.array("LinearParams"), component.vector("BiasParams"), part.offsets)
+    affine = AffineParameters(component.array("LinearParams"), component.array("BiasParams").reshape(-1), part.offsets)
     if affine.weight.ndim != 2 or not affine.weight.size or len(affine.weight) != len(affine.bias):
         raise DataError(f"{component} has {len(affine.weight)} rows of <LinearParams> and {len(affine.bias)} <BiasParams>; check "
                         "that the file is complete.")
@@ -270,7 +257,7 @@ def _read_layer(affine: _Part, nonlinearity: Component, norm: Component) -> Laye
         raise DataError(f"{norm} is a {norm.kind}; a normalization is expected.")
     if norm.number("Epsilon", EPSILON) != EPSILON or norm.word("BlockDim", norm.word("Dim", "")) != norm.word("Dim", ""):
         raise DataError(f"{norm} has another epsilon than 0.001, or blocks; neither is supported.")
-    mean, variance = norm.vector("StatsMean"), norm.vector("StatsVar")
+    mean, variance = (norm.array(token).reshape(-1) for token in ("StatsMean", "StatsVar"))
     if variance.min(initial=0.0) < 0.0 or not len(mean) == len(variance) == len(read.bias) // group:
         raise DataError(f"{norm} has {len(mean)} means and {len(variance)} variances, from {variance.min(initial=0.0):g} on, for "
                         f"{len(read.bias) // group} inputs; check that the file is complete.")

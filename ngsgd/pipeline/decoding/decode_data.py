@@ -254,4 +254,4 @@ class _Rescorer:
             return self.new.cost(context, then) - old
 
         best = words.best_sequences(words.reweighted(lattice, difference, order), 1)
-        return tuple(names[label - 1] for label in best[0].labels) if best else ()
+        return tuple(names[label - 1] for label in best[0][1]) if best else ()

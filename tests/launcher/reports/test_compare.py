@@ -14,16 +14,16 @@ from ngsgd.asr.decode.scoring import UtteranceErrors, write_per_utterance
 from ngsgd.config import RunConfig
 from ngsgd.config.build import flatten
 from ngsgd.launcher.reports import comparison
-from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, Point, identity
+from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, identity
 from ngsgd.launcher.reports.figures import RUN_COLORS, comparison_figure
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.word_errors import WordErrors
-from tests.launcher.records import Command
+from tests.launcher.records import Command, outer_iteration
 from tests.launcher.reports.test_report import Page, make_run
 
 
 def run(name: str, *, wer: float | None = None, loss: float = 1.0, **settings: object) -> ComparedRun:
-    points = tuple(Point(number / 2, 1000 * number, 3.0 * number, -2.0, -2.0 + number / 4, 0.5, 2)
+    points = tuple(replace(outer_iteration(number, valid_objf=-2.0 + number / 4), elapsed_s=3.0 * number)
                    for number in range(1, 5))
     found = {**flatten(RunConfig()),
              **{path.replace("__", "."): value for path, value in settings.items()}}
@@ -151,7 +151,7 @@ def test_time_to_an_objective_is_interpolated() -> None:
     assert one.seconds_to(-1.625) == pytest.approx(4.5)
     assert np.isnan(one.seconds_to(0.0))
     short = replace(one, points=one.points[:2])
-    assert comparison.common_objf([one, short]) == short.points[-1].valid_objf
+    assert comparison.common_objf([one, short]) == short.points[-1].valid.objf
 
 
 def test_a_run_is_read_with_its_settings_scores_and_interval(tmp_path: Path) -> None:
