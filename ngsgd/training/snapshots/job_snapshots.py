@@ -228,8 +228,19 @@ class JobSnapshots:
 
     @cached_property
     def identity(self) -> bytes:
-        """Hash of everything that determines the result of the job."""
-        return identity_of(self.job, self._start, self.state.device)
+        """Hash of everything that determines the result of the job, except the attempt."""
+        job, content = self.job, hashlib.blake2b(digest_size=16)
+        fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
+                  job.keep_fisher, job.keep_own, job.excluded, digest(self._start), job.start.codec,
+                  digest(job.start.own.read()) if job.start.codec and job.start.own else 0,
+                  # the same arithmetic
+                  self.state.device.type, torch.__version__, torch.get_num_threads())
+        content.update(repr(fields).encode())
+        for name, state in sorted((job.start.fisher or {}).items()):
+            content.update(name.encode())
+            for key, value in sorted(state.items()):
+                content.update(key.encode() + np.asarray(value).tobytes())
+        return content.digest()
 
     def restore(self) -> int:
         """Continue from the newest valid snapshot; return the minibatches done, 0 without one."""
@@ -272,22 +283,6 @@ class JobSnapshots:
         self._memory.written(index, self._blocks[index][:packed.num_bytes], is_last=self._worker.is_leaving())
         self._last = index
         self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
-
-
-def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
-    """Hash everything that determines the result of a job, except the attempt."""
-    content = hashlib.blake2b(digest_size=16)
-    fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
-              job.keep_fisher, job.keep_own, job.excluded, digest(start), job.start.codec,
-              digest(job.start.own.read()) if job.start.codec and job.start.own else 0,
-              # the same arithmetic
-              device.type, torch.__version__, torch.get_num_threads())
-    content.update(repr(fields).encode())
-    for name, state in sorted((job.start.fisher or {}).items()):
-        content.update(name.encode())
-        for key, value in sorted(state.items()):
-            content.update(key.encode() + np.asarray(value).tobytes())
-    return content.digest()
 
 
 def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem], range]) -> tuple[WorkItem, ...]:
