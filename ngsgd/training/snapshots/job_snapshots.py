@@ -78,7 +78,12 @@ class JobState:
         self.sums.load_state(values["sums"])
         self.task.load_job_state(values["task"])
         # last, because the steps above may use random numbers
-        set_random_states(values["random"], self.device)
+        states = values["random"]
+        torch.set_rng_state(states["torch"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+        np.random.set_state(states["numpy"])
+        random.setstate(states["python"])
 
 
 def is_random_reader(batches: Iterator[T], device: torch.device) -> tuple[bool, Iterator[T]]:
@@ -102,15 +107,6 @@ def random_states(device: torch.device) -> dict[str, Any]:
     """States of the global generators of torch, NumPy and Python."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
-
-
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Set the states that `random_states` returned."""
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
 
 
 class SnapshotMemory(Protocol):
@@ -207,9 +203,7 @@ class Snapshots:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether the machine has memory for the snapshots of all workers."""
-        if not self._limits_memory:
-            return True
-        return NUM_BLOCKS * num_bytes * self._num_workers <= MOST_MEMORY * free_memory()
+        return not self._limits_memory or NUM_BLOCKS * num_bytes * self._num_workers <= MOST_MEMORY * free_memory()
 
 
 class JobSnapshots:
