@@ -293,7 +293,6 @@ def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes that can be allocated without swapping, page cache included."""
     import psutil
-
     available = float(psutil.virtual_memory().available)
     try:
         limit, used = (float((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
