@@ -98,9 +98,13 @@ def require_state(state: Any, keys: Sequence[str], owner: str, error: type[Excep
                     f"{reprlib.repr(list(state))}. {remedy}.")
 
 
-@functools.cache
 def hints_of(source: Any) -> Mapping[str, Any]:
     """Return the annotations of a function or class, evaluated."""
+    return _evaluated(source)
+
+
+@functools.cache
+def _evaluated(source: Any) -> Mapping[str, Any]:
     return {name: hint for name, hint in typing.get_type_hints(source).items() if name != "return"}
 
 
