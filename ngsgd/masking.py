@@ -58,7 +58,6 @@ def _without_login(found: re.Match[str]) -> str:
 def conceal(url: str) -> None:
     """Mask the password of this URL in all later texts: libraries quote parts of URLs in errors."""
     from urllib.parse import unquote
-
     login = url.partition("://")[2].rpartition("@")[0]
     password = login.partition(":")[2] or login
     if MASK not in password:

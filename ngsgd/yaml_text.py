@@ -43,7 +43,6 @@ def read_yaml_text(path: Path) -> NamedText:
     is nested too deeply, or its aliases expand to too many values.
     """
     import yaml
-
     text = read_regular_text(path, _MAX_BYTES)
     if _depth(text) > _MAX_DEPTH:
         raise yaml.YAMLError("it is nested too deeply")
@@ -71,7 +70,6 @@ def dump_yaml(tree: Any, *, has_end_mark: bool = False) -> str:
     With `has_end_mark` it ends with "...", which shows that a file is complete.
     """
     import yaml
-
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         """Quotes texts that are other values by either version, such as 1e5."""
 
@@ -88,7 +86,6 @@ def load_yaml(text: NamedText | str) -> Any:
     ValueError or RecursionError if it is not YAML, or nested too deeply.
     """
     import yaml
-
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
@@ -121,7 +118,6 @@ def read_entry(path: Path, section: str, name: str) -> Any:
     It is None where the file has no such value or cannot be read.
     """
     import yaml
-
     try:
         _, _, rest = f"\n{read_regular_text(path, _MAX_BYTES)}".partition(f"\n{section}:\n")
         text = "\n".join(itertools.takewhile(lambda line: line.startswith(" "), rest.splitlines()))

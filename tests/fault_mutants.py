@@ -119,7 +119,7 @@ MUTANTS = [
     FaultMutant("damaged_result_counts", DISPATCHER, "        if damage:\n", "        if False:\n"),
     FaultMutant("partial_result_counts", DISPATCHER, "if result.remainder and not state.is_stopped and not is_worth_keeping:",
                 "if False:"),
-    FaultMutant("same_attempt_again", DISPATCHER, "replace(job, attempt=job.attempt + 1)", "job"),
+    FaultMutant("same_attempt_again", DISPATCHER, "appendleft(replace(job, attempt=job.attempt + 1))", "appendleft(job)"),
     FaultMutant("hang_not_detected", DISPATCHER, "            if now - since > deadline_s:\n", "            if False:\n"),
     FaultMutant("deferred_work_dropped", DISPATCHER,
                 "                self._failures[piece] = num_failed\n                state.deferred += job.pieces\n",

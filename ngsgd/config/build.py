@@ -7,11 +7,11 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from typing import Any
 
-from ngsgd.config.option import Problem, default_of, types_of
+from ngsgd.config.option import Problem, default_of, shown, types_of
 from ngsgd.config.other_names import did_you_mean
 from ngsgd.config.run import RunConfig
 
@@ -63,11 +63,13 @@ def leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def plain(node: Any) -> Any:
-    """Return nested values with lists instead of tuples, which YAML does not have."""
+def plain(node: Any, text: Callable[[str], str] = str) -> Any:
+    """Return nested values with lists instead of tuples, which YAML lacks, and `text` of texts."""
     if isinstance(node, dict):
-        return {name: plain(value) for name, value in node.items()}
-    return list(node) if isinstance(node, tuple) else node
+        return {name: plain(value, text) for name, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [plain(value, text) for value in node]
+    return text(node) if isinstance(node, str) else node
 
 
 def paths() -> list[str]:
@@ -219,10 +221,8 @@ def _number(value: Any, kind: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return shown(value)
     try:
         text = repr(value)
     except (ValueError, RecursionError):

@@ -410,8 +410,6 @@ def _store(c: RunConfig) -> Iterator[Problem]:
             yield Problem(("data.store",), f"data.store cannot be used: {error}")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (_name, _ranges, _features, _data,
-                                                                _architecture, _growth, _optimizer,
-                                                                _snapshots, _outer, _cuda_graphs,
-                                                                _exchange, _sites, _layers,
-                                                                _objective, _store)
+_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _name, _ranges, _features, _data, _architecture, _growth, _optimizer, _snapshots, _outer, _cuda_graphs, _exchange, _sites,
+    _layers, _objective, _store)

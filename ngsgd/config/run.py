@@ -56,11 +56,6 @@ class RunConfig:
     tune: TuneConfig = field(default_factory=TuneConfig)
 
     @property
-    def jobs_keep_state(self) -> bool:
-        """Whether a job also depends on a vector of the previous job of its slot."""
-        return self.outer.jobs_keep_state or self.cluster.codec is not None
-
-    @property
     def job_states_interval(self) -> int:
         """Outer iterations between two checkpoints with the vectors of jobs; 1 without them."""
         # they travel uncompressed: each has as many bytes as 100 compressed deltas

@@ -23,53 +23,37 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ngsgd.errors import ConfigError
 
+
+def _operations(names: str, number: int = 0) -> set[str]:
+    """Return the names of the backward nodes of operations that autograd numbers so."""
+    return {f"{name}Backward{number}" for name in names.split()}
+
+
 # Linear or piecewise linear in each input, if only one input depends on the parameters.
-_LINEAR = {
-    "AddmmBackward0", "MmBackward0", "BmmBackward0", "TBackward0", "LinearBackward0", "ConvolutionBackward0",
-    "MkldnnConvolutionBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0",
-    "CloneBackward0", "ContiguousBackward0", "TransposeBackward0", "PermuteBackward0", "MovedimBackward0", "SqueezeBackward0",
-    "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0", "ExpandBackward0", "RepeatBackward0", "SliceBackward0",
-    "SelectBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0", "NarrowBackward0", "SplitBackward0",
-    "ChunkBackward0", "UnbindBackward0", "CatBackward0", "StackBackward0", "FlipBackward0", "AsStridedBackward0",
-    "UnfoldBackward0", "DiagonalBackward0", "SqueezeBackward3", "UnflattenBackward0", "AddBackward0", "AddBackward1",
-    "SubBackward0", "SubBackward1", "RsubBackward1", "NegBackward0", "MulBackward0", "MulBackward1", "DivBackward0",
-    "DivBackward1", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "ConstantPadNdBackward0", "ReluBackward0",
-    "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1", "AbsBackward0",
-    "ClampMinBackward0", "ClampMaxBackward0", "HardtanhBackward1", "ReflectionPad1DBackward0", "ReflectionPad2DBackward0",
-    "ReplicationPad1DBackward0", "ReplicationPad2DBackward0", "UpsampleNearest2DBackward0", "UpsampleNearest1DBackward0",
-    "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "MaxPool1DBackward0", "AvgPool2DBackward0",
-    "AvgPool3DBackward0", "AvgPool1DBackward0", "AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0",
-    "MkldnnAdaptiveAvgPool2DBackward0", "AdaptiveMaxPool2DBackward0", "AdaptiveMaxPool3DBackward0", "MaxBackward0",
-    "AmaxBackward0", "NativeDropoutBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0",
-    "ToCopyBackward0", "CopySlices", "AccumulateGrad", "MaxPool2DBackward0", "DotBackward0", "MvBackward0", "MaxBackward1",
-    "MinBackward0", "MinBackward1", "AminBackward0", "MaximumBackward0", "MinimumBackward0", "WhereBackward0",
-    "MaskedFillBackward0", "MaskedSelectBackward0", "TopkBackward0", "SortBackward0", "CumsumBackward0",
-}
+_LINEAR = {"AccumulateGrad", "CopySlices", "SqueezeBackward2", "SqueezeBackward3"} | _operations(
+    "Squeeze Add Sub Rsub Mul Div Sum Mean Clamp Hardtanh Max Min", 1) | _operations(
+    "Addmm Mm Bmm T Linear Convolution MkldnnConvolution View UnsafeView ReshapeAlias Alias Clone Contiguous Transpose Permute "
+    "Movedim Squeeze Unsqueeze Expand Repeat Slice Select Index IndexSelect Gather Narrow Split Chunk Unbind Cat Stack Flip "
+    "AsStrided Unfold Diagonal Unflatten Add Sub Neg Mul Div Sum Mean ConstantPadNd Relu LeakyRelu Threshold Hardtanh Clamp Abs "
+    "ClampMin ClampMax ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D UpsampleNearest2D UpsampleNearest1D "
+    "MaxPool2DWithIndices MaxPool3DWithIndices MaxPool1D AvgPool2D AvgPool3D AvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D "
+    "MkldnnAdaptiveAvgPool2D AdaptiveMaxPool2D AdaptiveMaxPool3D Max Amax NativeDropout NativeBatchNorm CudnnBatchNorm BatchNorm "
+    "ToCopy MaxPool2D Dot Mv Min Amin Maximum Minimum Where MaskedFill MaskedSelect Topk Sort Cumsum")
 # elementwise with a second derivative
-CURVED = {
-    "SigmoidBackward0", "TanhBackward0", "EluBackward0", "CeluBackward0", "SeluBackward0", "SoftplusBackward0", "GeluBackward0",
-    "SiluBackward0", "MishBackward0", "LogSigmoidBackward0", "HardswishBackward0", "HardsigmoidBackward0", "ExpBackward0",
-    "LogBackward0", "Log1PBackward0", "PowBackward0", "SqrtBackward0", "RsqrtBackward0", "SinBackward0", "CosBackward0",
-    "ReciprocalBackward0", "ErfBackward0", "Expm1Backward0", "SquareBackward0"}
-_PRODUCTS = {
-    "MulBackward0", "DivBackward0", "MmBackward0", "BmmBackward0", "AddmmBackward0", "LinearBackward0", "ConvolutionBackward0",
-    "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0", "DotBackward0", "MvBackward0",
-}
-
-
+CURVED = _operations(
+    "Sigmoid Tanh Elu Celu Selu Softplus Gelu Silu Mish LogSigmoid Hardswish Hardsigmoid Exp Log Log1P Pow Sqrt Rsqrt Sin Cos "
+    "Reciprocal Erf Expm1 Square")
+_PRODUCTS = _operations("Mul Div Mm Bmm Addmm Linear Convolution NativeBatchNorm CudnnBatchNorm BatchNorm Dot Mv")
 _PREFIXES = (
     "Addmm", "Mm", "Linear", "Convolution", "MkldnnConvolution", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone",
     "Squeeze", "Unsqueeze", "Slice", "Select", "Unflatten", "Sum", "Mean", "ConstantPad", "AvgPool", "AdaptiveAvgPool",
-    "MkldnnAdaptiveAvgPool", "ReflectionPad", "ReplicationPad", "Upsample", "ToCopy", "Unfold", "AsStrided",
-)
+    "MkldnnAdaptiveAvgPool", "ReflectionPad", "ReplicationPad", "Upsample", "ToCopy", "Unfold", "AsStrided")
 # The Jacobian is equal for every sample.
 CONSTANT = {"TBackward0"} | {name for name in _LINEAR if name.startswith(_PREFIXES)}
 # Outputs depend only on the same element of the input, without broadcasting.
-ELEMENTWISE = CURVED | {
-    "ReluBackward0", "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1",
-    "AbsBackward0", "ClampMinBackward0", "ClampMaxBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-    "NativeDropoutBackward0", "AddBackward0", "SubBackward0", "RsubBackward1", "NativeBatchNormBackward0",
-    "CudnnBatchNormBackward0"}
+ELEMENTWISE = CURVED | _operations("Clamp Rsub", 1) | _operations(
+    "Relu LeakyRelu Threshold Hardtanh Clamp Abs ClampMin ClampMax Mul Div Neg NativeDropout Add Sub NativeBatchNorm "
+    "CudnnBatchNorm")
 
 
 def nodes_between(output: GradientEdge, layers: Iterable[GradientEdge]) -> tuple[list[Node], set[Node]]:

@@ -144,12 +144,11 @@ def _attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 def _projections(module: Any, query: Tensor, key: Tensor, value: Tensor, product: Product) -> tuple[Tensor, ...]:
     inputs = [x if module.batch_first else x.transpose(0, 1) for x in (query, key, value)]
     if module.in_proj_weight is None:
-        biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         if module.in_proj_bias is not None:
             raise ConfigError("MultiheadAttention with kdim or vdim shares one bias among three "
                               "GEMMs; create it with bias=False.")
-        return tuple(product(f"{name}_proj", *parts) for name, *parts in zip("qkv", inputs, weights, biases, strict=True))
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        return tuple(product(f"{name}_proj", *parts, None) for name, *parts in zip("qkv", inputs, weights, strict=True))
     if query is key is value:
         return product("in_proj", inputs[0], module.in_proj_weight, module.in_proj_bias).chunk(3, dim=2)
     # The complete matrix each time; unused parts get zero derivatives.

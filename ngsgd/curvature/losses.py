@@ -202,8 +202,37 @@ class LossCall(NamedTuple):
         return loss
 
     def evaluation(self, output: Tensor, upstream: Tensor) -> LossEvaluation:
-        """Return `evaluation` of an output."""
-        return evaluation(self.settings, FUNCTIONS[self.function], output, self.target, upstream)
+        """Return the evaluation of an output, with the gradient of its value upstream."""
+        settings, target, kind = self.settings, self.target, FUNCTIONS[self.function]
+        f = output.detach()
+        dtype = f.dtype if f.dtype == torch.float64 else torch.float32
+        second_R: Tensor | float = 2.0
+        if issubclass(kind, nn.CrossEntropyLoss):
+            if f.ndim < 2:
+                raise DataError(f"the logits of a cross-entropy have shape {tuple(f.shape)}, without a "
+                                "dimension of samples; pass a minibatch.")
+            w_R = _class_weights(settings, f, target, dtype)
+        else:
+            if f.shape != target.shape:
+                raise DataError(f"the loss got an output of shape {tuple(f.shape)} and a target of "
+                                f"shape {tuple(target.shape)}; give them equal shapes.")
+            w_R = torch.ones(f.numel(), dtype=dtype, device=f.device)
+            if settings.get("weight") is not None:
+                w_R = settings["weight"].to(dtype).expand_as(f).reshape(-1)
+            if issubclass(kind, nn.BCEWithLogitsLoss):
+                s = f.to(dtype).sigmoid()
+                gain: Tensor | float = 1.0
+                if settings.get("pos_weight") is not None:
+                    gain = 1.0 + (settings["pos_weight"].to(dtype) - 1.0) * target.to(dtype)
+                second_R = (gain * s * (1.0 - s)).flatten()
+        if settings["reduction"] == "mean":
+            w_R = w_R / _mean_divisor(settings, kind, f, target, dtype)
+        up = upstream.detach().to(dtype)
+        w_R = w_R * (up if up.ndim == 0 else up.reshape(-1))
+        if bool((w_R < 0).any()) or (isinstance(second_R, Tensor) and bool((second_R < 0).any())):
+            raise DataError("the loss has rows of negative weight, whose generalized Gauss-Newton "
+                            "matrix has no square root; minimize a loss, not its negative.")
+        return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, second_R)
 
     def require_fixed(self) -> None:
         """Raise ConfigError for a target or weight that depends on parameters."""
@@ -228,40 +257,6 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         average, reduce = (value is None or value for value in deprecated)
         settings["reduction"] = "none" if not reduce else "mean" if average else "sum"
     return settings.pop("input"), LossCall(function, settings.pop("target"), settings)
-
-
-def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
-               upstream: Tensor) -> LossEvaluation:
-    """Create the evaluation from attributes of a loss, with the gradient of its value upstream."""
-    f = output.detach()
-    dtype = f.dtype if f.dtype == torch.float64 else torch.float32
-    second_R: Tensor | float = 2.0
-    if issubclass(kind, nn.CrossEntropyLoss):
-        if f.ndim < 2:
-            raise DataError(f"the logits of a cross-entropy have shape {tuple(f.shape)}, without a "
-                            "dimension of samples; pass a minibatch.")
-        w_R = _class_weights(settings, f, target, dtype)
-    else:
-        if f.shape != target.shape:
-            raise DataError(f"the loss got an output of shape {tuple(f.shape)} and a target of "
-                            f"shape {tuple(target.shape)}; give them equal shapes.")
-        w_R = torch.ones(f.numel(), dtype=dtype, device=f.device)
-        if settings.get("weight") is not None:
-            w_R = settings["weight"].to(dtype).expand_as(f).reshape(-1)
-        if issubclass(kind, nn.BCEWithLogitsLoss):
-            s = f.to(dtype).sigmoid()
-            gain: Tensor | float = 1.0
-            if settings.get("pos_weight") is not None:
-                gain = 1.0 + (settings["pos_weight"].to(dtype) - 1.0) * target.to(dtype)
-            second_R = (gain * s * (1.0 - s)).flatten()
-    if settings["reduction"] == "mean":
-        w_R = w_R / _mean_divisor(settings, kind, f, target, dtype)
-    up = upstream.detach().to(dtype)
-    w_R = w_R * (up if up.ndim == 0 else up.reshape(-1))
-    if bool((w_R < 0).any()) or (isinstance(second_R, Tensor) and bool((second_R < 0).any())):
-        raise DataError("the loss has rows of negative weight, whose generalized Gauss-Newton "
-                        "matrix has no square root; minimize a loss, not its negative.")
-    return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, second_R)
 
 
 def _class_weights(settings: dict[str, Any], f: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
@@ -289,8 +284,7 @@ def _mean_divisor(settings: dict[str, Any], kind: type[nn.Module], f: Tensor, ta
         return float(f.numel())
     if target.is_floating_point():
         return float(f.numel() // f.shape[1])
-    divisor: Tensor = _class_weights({**settings, "label_smoothing": 0.0}, f, target, dtype).sum()
-    return divisor
+    return _class_weights({**settings, "label_smoothing": 0.0}, f, target, dtype).sum()
 
 
 def require_linear(roots: Iterable[Node], values: Iterable[Node], layers: set[Node]) -> set[Node]:

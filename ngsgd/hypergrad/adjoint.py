@@ -36,6 +36,14 @@ def shorten(norms_G: Sequence[float], lr_G: Sequence[float], max_change_G: Seque
     return Shortened(layer_G, max_param_change / total if 0.0 < max_param_change < total else 1.0, tuple(norms_G))
 
 
+def with_decay(direction_P: Tensor, w_P: Tensor, l2_G: Sequence[float], groups: Sequence[slice]) -> Tensor:
+    """Add l2 w to a gradient in place, and return it; the same operations in both directions."""
+    for group, l2 in zip(groups, l2_G, strict=True):
+        if l2:
+            direction_P[group].add_(w_P[group], alpha=l2)
+    return direction_P
+
+
 class MoveAdjoint(NamedTuple):
     """Backpropagation of dw through w + S s_l lr_l v_l."""
 

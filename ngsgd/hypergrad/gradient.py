@@ -48,7 +48,7 @@ class LocalJobs:
     def kept(self) -> tuple[int, int]:
         """Return (bytes of stored bits, bytes of reversal state) of all jobs that ran forward."""
         segments = self.segments.values()
-        return sum(one.spill_bytes for one in segments), sum(one.state_bytes for one in segments)
+        return sum(one.state.spill_bytes for one in segments), sum(one.state_bytes for one in segments)
 
 
 @dataclass(frozen=True)

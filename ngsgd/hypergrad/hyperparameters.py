@@ -15,6 +15,11 @@ from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ArgumentError
 
 
+def full(value: float, *shape: int) -> Tensor:
+    """Return a float64 tensor with equal values."""
+    return torch.full(shape, value, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class HyperparameterPlan:
     """Hyperparameters of a run of N jobs that are averaged every T/O steps.
@@ -68,8 +73,6 @@ class HyperparameterPlan:
                  max_change: float = 0.0, max_param_change: float = 0.0, num_jobs: int = 1,
                  num_outer_iters: int = 1) -> HyperparameterPlan:
         """Create a plan with equal values in every step and layer."""
-        def full(value: float, *shape: int) -> Tensor:
-            return torch.full(shape, value, dtype=torch.float64)
         return cls(full(lr, num_steps, num_layers), full(momentum, num_steps, num_layers), full(l2, num_layers),
                    full(1.0, num_layers), full(max_change, num_layers), full(max_param_change),
                    full(1.0, num_outer_iters, num_jobs))

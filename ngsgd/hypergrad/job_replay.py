@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ReversalError
-from ngsgd.hypergrad.adjoint import Adjoint, MoveAdjoint, Shortened, Velocity, shorten
+from ngsgd.hypergrad.adjoint import Adjoint, MoveAdjoint, Shortened, Velocity, shorten, with_decay
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
-from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
+from ngsgd.hypergrad.hyperparameters import HyperparameterPlan, full
 from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, TrainingTask
 from ngsgd.ops.tensors import twice_differentiable
 
@@ -56,10 +56,8 @@ class SegmentGrad:
     @classmethod
     def zero(cls, num_steps: int, num_layers: int, weights: Tensor | None) -> SegmentGrad:
         """Create zeros."""
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
-        return cls(zeros(num_steps, num_layers), zeros(num_steps, num_layers), zeros(num_layers), zeros(num_layers), zeros(),
-                   None if weights is None else zeros(*weights.shape))
+        return cls(full(0.0, num_steps, num_layers), full(0.0, num_steps, num_layers), full(0.0, num_layers),
+                   full(0.0, num_layers), full(0.0), None if weights is None else full(0.0, *weights.shape))
 
     def add(self, t: int, move: MoveAdjoint, by_momentum_G: Sequence[float], by_l2_G: Sequence[float],
             by_weights: Tensor | None) -> None:
@@ -223,7 +221,7 @@ class JobSegment:
         """Take a step forward; bitwise reproducible from the same state."""
         numbers, w_P = self.numbers, state.weights()
         direction_P = self.gradients.forward(w_P, self.place._replace(step=t), numbers.data_weights)
-        state.step_v(_with_decay(direction_P, w_P, numbers.l2_G, self.flat.groups), numbers.momentum_TG[t])
+        state.step_v(with_decay(direction_P, w_P, numbers.l2_G, self.flat.groups), numbers.momentum_TG[t])
         limited = numbers.max_param_change > 0.0 or any(limit > 0.0 for limit in numbers.max_change_G)
         norms_G = state.velocity_norms() if limited else [0.0] * len(numbers.l2_G)
         shortened = shorten(norms_G, numbers.lr_TG[t], numbers.max_change_G, numbers.max_param_change)
@@ -241,7 +239,7 @@ class JobSegment:
                 move = adjoint.over_move(tape.new_velocity(self), numbers.lr_TG[t], self.done[t])
                 w_P = tape.old_weights(self, t)
                 linearized = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
-                direction_P = _with_decay(linearized.direction_P, w_P, numbers.l2_G, self.flat.groups)
+                direction_P = with_decay(linearized.direction_P, w_P, numbers.l2_G, self.flat.groups)
                 by_momentum_G = adjoint.over_decay(tape.old_velocity(self, direction_P), direction_P, numbers.momentum_TG[t])
                 by_w_P, by_weights = linearized.products(adjoint.z_P)
                 by_l2_G = adjoint.over_gradient(by_w_P, w_P, numbers.l2_G)
@@ -255,20 +253,6 @@ class JobSegment:
         return adjoint.dw_P, grad
 
     @property
-    def spill_bytes(self) -> int:
-        r"""Size of the stored bits in bytes."""
-        return self.state.spill_bytes
-
-    @property
     def state_bytes(self) -> int:
         """Size of the data for the reverse pass in bytes."""
-        return self._tape.bytes + (16 * self.flat.size + self.spill_bytes if self.engine == "reversible" else 0)
-
-
-def _with_decay(direction_P: Tensor, w_P: Tensor, l2_G: Sequence[float], groups: Sequence[slice]) -> Tensor:
-    """Return g + l2 w in the dtype of the parameters; the same operations in both directions."""
-    if any(l2_G):
-        direction_P = direction_P.clone()
-        for group, l2 in zip(groups, l2_G, strict=True):
-            direction_P[group].add_(w_P[group], alpha=l2)
-    return direction_P
+        return self._tape.bytes + (16 * self.flat.size + self.state.spill_bytes if self.engine == "reversible" else 0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd.arguments import checks_arguments, hints_of, require_state
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError, ReversalError
-from ngsgd.hypergrad.adjoint import Shortened, shorten
+from ngsgd.hypergrad.adjoint import Shortened, shorten, with_decay
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.ops.tensors import dense
 from ngsgd.optim.groups import components, require_non_negative, set_options
@@ -256,11 +256,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         """Return g + weight_decay w, P; the same operations in both directions."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
         grad_P = torch.cat([dense(g).reshape(-1) for g in grads])
-        w_P = self.exact.weights()
-        for group, decay in zip(self.exact.groups, decay_G, strict=True):
-            if decay:
-                grad_P[group].add_(w_P[group], alpha=decay)
-        return grad_P
+        return with_decay(grad_P, self.exact.weights(), decay_G, self.exact.groups)
 
     def _write(self) -> None:
         parts = self.exact.weights().split([p.numel() for p in self._params])

@@ -18,7 +18,7 @@ from torch import Tensor
 from ngsgd.arguments import check_fields
 from ngsgd.errors import ConfigError, DivergenceError
 from ngsgd.hypergrad.gradient import HypergradientRun
-from ngsgd.hypergrad.hyperparameters import HypergradientReport, HyperparameterPlan
+from ngsgd.hypergrad.hyperparameters import HypergradientReport, HyperparameterPlan, full
 
 # measured: docs/tuning.md
 REVERSE_COST = 3.2
@@ -314,9 +314,6 @@ class HyperSpace:
     def build(self, theta_D: Tensor) -> HyperparameterPlan:
         """Return the plan, differentiable with respect to theta."""
         layers, s = len(self.layers), self.settings
-
-        def full(value: float, *shape: int) -> Tensor:
-            return torch.full(shape, value, dtype=torch.float64)
         values = {part: theta_D[where] for part, where in self.slices.items()}
         exponential_K = torch.tensor(self._exponential(s.lr_initial, s.lr_final), dtype=torch.float64)
         # piecewise linear in logarithms through the knots

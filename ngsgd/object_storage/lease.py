@@ -91,7 +91,8 @@ class Lease:
                  clock: LeaseClock | None = None, report: Callable[[str], None] = lambda message: None) -> None:
         self.store, self.purpose, self.duration_s = store, purpose, duration_s
         self._clock, self._report = clock or LeaseClock(), report
-        self._head = Head()
+        # the last one that this process wrote
+        self.head = Head()
         self._lost = ""
         self._changes = threading.Lock()
         self._ended = threading.Event()
@@ -100,12 +101,7 @@ class Lease:
     @property
     def fence(self) -> int:
         """The fencing number; larger than that of each earlier holder."""
-        return self._head.fence
-
-    @property
-    def head(self) -> Head:
-        """The last head that this process wrote."""
-        return self._head
+        return self.head.fence
 
     def __enter__(self) -> Lease:
         self.acquire()
@@ -128,7 +124,7 @@ class Lease:
                           last.manifest, last.manifest_sha256)
             # otherwise another process was faster
             with contextlib.suppress(WriteConflictError):
-                self._head = self._written(wanted, last.version)
+                self.head = self._written(wanted, last.version)
                 is_taken = True
         self._ended.clear()
         self._renewals = threading.Thread(target=self._renew_until_ended, name="ngsgd-lease", daemon=True)
@@ -152,7 +148,7 @@ class Lease:
 
     def stop_requested(self) -> bool:
         """Whether a `request_stop` was seen at the last renewal or commit."""
-        return self._head.stop_fence == self._head.fence
+        return self.head.stop_fence == self.head.fence
 
     def release(self) -> None:
         """End the lease, so that the next process need not wait; a failure is ignored."""
@@ -183,18 +179,18 @@ class Lease:
         with self._changes:
             self.require_held()
             while True:
-                wanted = replace(self._head, **fields, renewal=self._head.renewal + 1)
+                wanted = replace(self.head, **fields, renewal=self.head.renewal + 1)
                 try:
-                    self._head = self._written(wanted, self._head.version)
+                    self.head = self._written(wanted, self.head.version)
                     return
                 except WriteConflictError:
                     now = read_head(self.store)
-                if now is None or now.fence != self._head.fence or not now.holder:
+                if now is None or now.fence != self.head.fence or not now.holder:
                     self._lost = (f"{self.store.url} " + (f"was taken over by {_who(now)}" if now else "has no head.json any more")
                                   + f"; this process stops writing. Follow the run with: ngsgd status {self.store.url}")
                     raise RunLockedError(self._lost)
                 # a request to stop: keep it, and write again
-                self._head = now
+                self.head = now
 
     def _written(self, wanted: Head, version: Version | None) -> Head:
         """Write conditionally; an answer that was lost is recognized by the nonce."""

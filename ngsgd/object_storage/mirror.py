@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from ngsgd.counting import counted
 from ngsgd.errors import DataError
-from ngsgd.files import new_file, read_json, sealed, unsealed, write_text
+from ngsgd.files import new_file, read_json, sealed, take_lock, unsealed, write_text
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.urls import cache_root
 
@@ -97,16 +97,11 @@ def clear_others(folder: Path, kept: str = "") -> None:
 
 def locked(folder: Path) -> int | None:
     """Lock a folder of copies; return the descriptor, None if another process uses the folder."""
-    descriptor = _opened(folder)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError:
-        # a file system without locks: two readers may disturb each other, but no training
-        pass
-    return descriptor
+    # on a file system without locks two readers may disturb each other, but no training
+    if take_lock(descriptor := _opened(folder)):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _opened(folder: Path) -> int:

@@ -145,7 +145,6 @@ def load(run: str | Path, task: TaskOrFunction | None = None, *, trust: bool = F
         return TaskRun(config, folder, given=task)
     # imports speech recognition
     from ngsgd.pipeline.run import build_run
-
     return build_run(config, folder=folder)
 
 

@@ -243,7 +243,7 @@ class BaseRun(ABC):
             services.report(f"continuing after outer iteration {start.progress.outer_iter + 1}")
         # the model, at most two buffers of the outer optimizer, and a moving average
         num_vectors = 1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)
-        if config.jobs_keep_state:
+        if spec.settings.jobs_keep_state:
             num_vectors += 1 + config.schedule.num_jobs_final
             if training.latest and not start.has_jobs:
                 services.warn("the checkpoint has no state of the jobs, which start from the model again; results are not bitwise "

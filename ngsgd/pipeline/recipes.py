@@ -32,7 +32,6 @@ def recipe(name: str, **settings: Any) -> RunConfig:
         1
     """
     import yaml
-
     folder = _CONF / "recipe"
     known = sorted(file.stem for file in folder.glob("*.yaml"))
     if name not in known:
@@ -67,7 +66,6 @@ def require_sound(config: RunConfig, wrong: Sequence[Problem], given: Mapping[st
 def expected_wer(name: str) -> dict[str, float]:
     """Return the recorded WER of a recipe in percent, by kind of optimizer."""
     import yaml
-
     return dict(yaml.safe_load((_CONF / "expected_wer.yaml").read_text(encoding="utf-8")).get(name, {}))
 
 

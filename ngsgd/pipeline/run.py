@@ -267,7 +267,7 @@ def refined_corpus(run: Run, model: nn.Module, prior_P: npt.NDArray[np.float64])
 
     def scores(features_TD: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         frames = FrameSet.of_utterance(features_TD)
-        return log_likelihoods(frames, run.config.egs, model, prior_P)[0]
+        return next(log_likelihoods(frames, run.config.egs, model, prior_P))
     return refined_by_network(run.config, data.corpus, data.unadapted, data.adaptation, scores, run.services.report)
 
 

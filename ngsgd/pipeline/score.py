@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     """Decode valid and test with scale and penalty tuned on valid; write decode/ in the folder."""
     held_out = _held_out(corpus)
     scores = Progress(report, "decoding: scores of valid and test", sum(len(speech.texts) for speech in held_out.values()))
-    logliks = {name: list(scores.each(_log_likelihoods(speech.frames, config.egs, model, prior_P)))
+    logliks = {name: list(scores.each(log_likelihoods(speech.frames, config.egs, model, prior_P)))
                for name, speech in held_out.items()}
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"], report=report)
@@ -96,7 +96,7 @@ def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
     return {"valid": corpus.valid, "test": corpus.test}
 
 
-def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
+def score_frames(speech: SpeechSet, logliks: Iterable[npt.NDArray[np.float32]],
                  prior_P: npt.NDArray[np.float64]) -> SubsetScore | None:
     """Objf per frame and accuracy over the complete set; None without alignment."""
     if not speech.is_aligned:
@@ -108,13 +108,8 @@ def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
 
 
 def log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
-                    prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
-    """T x P per utterance: log posterior minus log prior, the log likelihood up to a constant."""
-    return list(_log_likelihoods(frames, egs, model, prior_P))
-
-
-def _log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
-                     prior_P: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float32]]:
+                    prior_P: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield T x P per utterance: log posterior minus log prior, up to a constant."""
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
     for x_TD in spliced_utterances(frames, egs.left_context, egs.right_context):
         with torch.no_grad():
@@ -128,7 +123,7 @@ def computed_log_likelihoods(sets: Iterable[SpeechSet], egs: EgsConfig, model: n
 
     def compute(utt_id: str) -> npt.NDArray[np.float32]:
         speech, u = place[utt_id]
-        return log_likelihoods(speech.only(u).frames, egs, model, prior_P)[0]
+        return next(log_likelihoods(speech.only(u).frames, egs, model, prior_P))
     return compute
 
 

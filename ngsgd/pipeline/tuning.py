@@ -44,7 +44,6 @@ class Proxy:
         from ngsgd.data.reader import EgsReader
         from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
         from ngsgd.hypergrad.egs_task import EgsTask
-
         schedule, optimizer, proxy = config.schedule, config.optimizer, config.tune.proxy
         if optimizer._target_ or optimizer.kind != "sgd":
             raise ConfigError(f"the optimizer is {optimizer.label}, whose steps cannot be reversed; tune with optimizer=sgd "
@@ -68,7 +67,6 @@ class Proxy:
     def evaluate(self, plan: HyperparameterPlan) -> HypergradientRun:
         """Run the proxy once."""
         from ngsgd.hypergrad import evaluate_hyperparameters
-
         return evaluate_hyperparameters(self.task, plan)
 
 
@@ -97,7 +95,6 @@ class Tuned:
 def coarse_searcher() -> tuple[str, Seeder]:
     """Return ("tpe", its function), or ("random", a random search) if Optuna is missing."""
     from ngsgd.hypergrad.search import random_seeder
-
     return ("tpe", tpe) if importlib.util.find_spec("optuna") else ("random", random_seeder)
 
 
@@ -105,7 +102,6 @@ def tpe(objective: Callable[[Tensor], float], low_D: Tensor, high_D: Tensor, num
     """Evaluate `objective` at the center of the box and then at points chosen by Optuna's TPE."""
     import optuna
     import torch
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     box = [(str(index), low, high) for index, (low, high) in enumerate(zip(low_D, high_D, strict=True))]
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, multivariate=False))
@@ -130,7 +126,6 @@ def search(proxy: Proxy, watch: TrialCallback) -> tuple[SearchResult, Tuned]:
     import torch
 
     from ngsgd.hypergrad import final_value, tune_hyperparameters
-
     tune, space = proxy.config.tune, proxy.space
     found = tune_hyperparameters(
         proxy.evaluate, space, budget=tune.budget, seed_share=tune.coarse_fraction,

@@ -151,5 +151,4 @@ def packed(workload: Workload, codec: Codec | None) -> Workload:
     if codec is None:
         return replace(workload, compression=1.0)
     from ngsgd.ops.compression import num_bytes
-
     return replace(workload, compression=workload.model_bytes / sum(num_bytes(workload.model_bytes // 4, codec)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from ngsgd.config import RunConfig, build, problems_of
-from ngsgd.config.build import with_defaults
+from ngsgd.config.build import plain, with_defaults
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.masking import masked
@@ -16,7 +17,7 @@ from ngsgd.yaml_text import dump_yaml, load_yaml, read_yaml_text
 
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML, for a custom task without speech, with an end mark."""
-    settings = _plain(asdict(config))
+    settings = plain(asdict(config), partial(masked, known=False))
     if config.task._target_:
         settings = _without_speech(settings, "")
     return dump_yaml(settings, has_end_mark=True)
@@ -25,15 +26,6 @@ def to_yaml(config: RunConfig) -> str:
 def _without_speech(settings: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {name: _without_speech(value, f"{prefix}{name}.") if isinstance(value, dict) else value
             for name, value in settings.items() if not of_speech(f"{prefix}{name}")}
-
-
-def _plain(node: Any) -> Any:
-    """Convert tuples, which YAML lacks, to lists, and mask secrets."""
-    if isinstance(node, dict):
-        return {name: _plain(value) for name, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return [_plain(value) for value in node]
-    return masked(node, known=False) if isinstance(node, str) else node
 
 
 def read_config(path: Path) -> RunConfig:

@@ -71,10 +71,9 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
         save_file(state, temporary / "model.safetensors")
         if transform is not None:
             save_file({"input_transform": transform.contiguous()}, temporary / _TRANSFORM)
-        if extractor is not None:
-            shutil.copyfile(extractor, temporary / RunFolder.IVECTORS)
-        if adaptation is not None:
-            shutil.copyfile(adaptation, temporary / RunFolder.ADAPTATION)
+        for file, name in ((extractor, RunFolder.IVECTORS), (adaptation, RunFolder.ADAPTATION)):
+            if file is not None:
+                shutil.copyfile(file, temporary / name)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
         digests = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
         write_text(temporary / DIGESTS, json.dumps(sealed("final model", digests), indent=1))

@@ -35,9 +35,10 @@ class Rung:
 
 
 def rungs_of(path: Path) -> list[Rung]:
-    """Read rungs.json of a run; empty for runs without a ladder, and where it is damaged."""
+    """Read rungs.json of a run, or the note of one rung; empty if it is missing or damaged."""
     try:
-        return [Rung.of_json(about) for about in files.read_json(path)]
+        found = files.read_json(path)
+        return [Rung.of_json(about) for about in (found if isinstance(found, list) else [found])]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -58,10 +59,7 @@ class Stopwatch:
 
 def stored(path: Path) -> list[Rung]:
     """The rung that made a file; none if its note cannot be read."""
-    try:
-        return [Rung.of_json(files.read_json(_note_of(path)))]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    return rungs_of(_note_of(path))
 
 
 def _note_of(path: Path) -> Path:

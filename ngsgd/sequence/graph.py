@@ -171,6 +171,15 @@ class StateGraph:
         return {}
 
 
+def from_start(pdfs: Sequence[int], ends: Iterable[tuple[int, int]], log_weights: Iterable[float],
+               log_final_S: Floats) -> StateGraph:
+    """Return the graph of (source, target) of arcs whose paths begin in state 0, with any class."""
+    ends_A = np.array(list(ends), np.int64).reshape(-1, 2)
+    log_initial_S = np.full(len(pdfs), -math.inf)
+    log_initial_S[0] = 0.0
+    return StateGraph(np.array(pdfs, np.int64), ends_A[:, 0], ends_A[:, 1], np.array(list(log_weights)), log_initial_S, log_final_S)
+
+
 def from_arcs(arcs: Iterable[StateArc], *, start: int, log_final: Mapping[int, float]) -> StateGraph:
     """Convert a transducer to a graph with the same sum over paths for any frame scores.
 
@@ -212,9 +221,4 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int, log_final: Mapping[int, f
                     ends = numbers[key], numbers[target]
                     found[ends] = float(np.logaddexp(found.get(ends, -math.inf), log_weight + arc.log_weight))
         log_finals.append(final)
-    ends_A = np.array(list(found), np.int64).reshape(-1, 2)
-    log_initial_S = np.full(len(todo), -math.inf)
-    log_initial_S[0] = 0.0
-    # Nothing leads into the start, so its class is arbitrary.
-    pdf_S = np.array([max(pdf, 0) for _, pdf in todo], np.int64)
-    return StateGraph(pdf_S, ends_A[:, 0], ends_A[:, 1], np.array(list(found.values())), log_initial_S, np.array(log_finals))
+    return from_start([max(pdf, 0) for _, pdf in todo], found, found.values(), np.array(log_finals))

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.errors import DataError
-from ngsgd.sequence.graph import StateGraph
+from ngsgd.sequence.graph import StateGraph, from_start
 
 _START: tuple[int, ...] = ()
 _END = (-1,)
@@ -70,11 +70,7 @@ def _graph(moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]], num_frames: 
         if frames > left[history]:
             ends.append((states[history], states[history]))
             log_weights.append(math.log(1.0 - left[history] / frames))
-    ends_A = np.array(ends, np.int64)
-    log_initial_S = np.full(len(states), -math.inf)
-    log_initial_S[0] = 0.0
-    pdf_S = np.array([history[-1] if history else 0 for history in states], np.int64)
-    return StateGraph(pdf_S, ends_A[:, 0], ends_A[:, 1], np.array(log_weights), log_initial_S, log_final_S)
+    return from_start([history[-1] if history else 0 for history in states], ends, log_weights, log_final_S)
 
 
 Ints = npt.NDArray[np.int64]
@@ -151,15 +147,11 @@ def unit_ngram(sequences: Iterable[UnitFrames], order: int, class_of: ClassOf) -
                     continue
                 for first, entering in _shares(entered[unit]):
                     add(source, ((*history, unit)[-length:], first), share * share_of_unit * entering)
-    log_initial_S, log_final_S = np.full((2, len(todo)), -math.inf)
-    log_initial_S[0] = 0.0
+    log_final_S = np.full(len(todo), -math.inf)
     for number, probability in final.items():
         log_final_S[number] = math.log(probability)
-    ends_A = np.array(list(probabilities), np.int64).reshape(-1, 2)
-    # Nothing leads into the start, so its class is arbitrary.
-    pdf_S = [0, *(class_of(history[-2], history[-1], state) for history, state in todo[1:])]
-    return StateGraph(np.array(pdf_S, np.int64), ends_A[:, 0], ends_A[:, 1],
-                      np.log(list(probabilities.values())), log_initial_S, log_final_S)
+    pdfs = [0, *(class_of(history[-2], history[-1], state) for history, state in todo[1:])]
+    return from_start(pdfs, probabilities, np.log(list(probabilities.values())), log_final_S)
 
 
 def _shares(counts: Counter[int]) -> list[tuple[int, float]]:

@@ -308,20 +308,19 @@ class Coordinator:
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
         # jobs have equal weight, so the time left is proportional to passes, not outer iterations
         share = passes / max(self.schedule.num_passes, passes)
-        return OuterIterationRecord(outer_iter=plan.outer_iter, num_outer_iters=max(self.schedule.num_outer_iters, plan.outer_iter
-                                                                                    + 1), num_jobs=plan.num_jobs,
-                                    num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
-                                    num_epochs=self.schedule.num_epochs, frames_processed=progress.frames_processed,
-                                    effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain, train=_UNKNOWN,
-                                    valid=_UNKNOWN, jobs=tuple(_job_record(result, reason, state.arrived_s.get(result.job.job, 0.0)
-                                                                           - self._began) for result, reason in verdicts),
-                                    relative_change=self._averaged.layout.relative_change(state.model.read(),
-                                                                                          self._averaged.parameters()),
-                                    compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
-                                    left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.hang_timeout_s(),
-                                    workers_alive=self.pool.num_workers_alive(), num_deaths=self._dispatch.num_deaths,
-                                    num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred),
-                                    num_audited=self._dispatch.audits.num_audited.pop(plan.outer_iter, 0))
+        jobs = tuple(_job_record(result, reason, state.arrived_s.get(result.job.job, 0.0) - self._began)
+                     for result, reason in verdicts)
+        return OuterIterationRecord(
+            outer_iter=plan.outer_iter, num_outer_iters=max(self.schedule.num_outer_iters, plan.outer_iter + 1),
+            num_jobs=plan.num_jobs, num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
+            num_epochs=self.schedule.num_epochs, frames_processed=progress.frames_processed,
+            effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain, train=_UNKNOWN, valid=_UNKNOWN, jobs=jobs,
+            relative_change=self._averaged.layout.relative_change(state.model.read(), self._averaged.parameters()),
+            compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
+            left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.hang_timeout_s(),
+            workers_alive=self.pool.num_workers_alive(), num_deaths=self._dispatch.num_deaths,
+            num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred),
+            num_audited=self._dispatch.audits.num_audited.pop(plan.outer_iter, 0))
 
     def _emit_incident(self, incident: Incident) -> None:
         self.storage.tracker.incident(replace(incident, elapsed_s=self.control.clock() - self._began))

@@ -119,9 +119,5 @@ class Ranks:
         """Return True if the flag is True on any rank."""
         return flag
 
-    def of_rank(self, first: int, stop: int) -> Iterator[int]:
-        """Indices of the minibatches of this rank."""
-        return iter(range(first + self.rank, stop, self.size))
-
 
 ALONE = Ranks()

@@ -326,8 +326,7 @@ class Dispatcher:
     def _retry_elsewhere(self, state: OuterIterationState, job: Job) -> None:
         """Run a job of a worker at fault again under any policy, since no data is at fault."""
         self.audits.redone[job.pieces[0]] += 1
-        again = job.attempt + 1
-        state.waiting.append(replace(job, attempt=again))
+        state.waiting.append(replace(job, attempt=job.attempt + 1))
 
     def _after_failure(self, state: OuterIterationState, failure: JobFailure) -> None:
         job = failure.job

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +49,13 @@ class FlatLayout:
         """Shapes by name."""
         return dict(zip(self.names, self.shapes, strict=True))
 
+    @cached_property
+    def _parts(self) -> dict[str, slice]:
+        return {name: slice(*ends) for name, ends in zip(self.names, pairwise(self.offsets), strict=True)}
+
     def part(self, name: str) -> slice:
         """Slice of the vector that holds an entry."""
-        index = self.names.index(name)
-        return slice(self.offsets[index], self.offsets[index + 1])
+        return self._parts[name]
 
     def name_at(self, element: int) -> str:
         """Name of the entry that contains an element of the vector."""
@@ -62,14 +65,13 @@ class FlatLayout:
         """Return the vector, written into `out` if given; one copy per tensor from any device."""
         vector = np.empty(self.size, dtype=np.float32) if out is None else out
         whole = torch.from_numpy(vector)
-        for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False):
-            whole[first:stop].copy_(state[name].detach().reshape(-1))
+        for name, part in self._parts.items():
+            whole[part].copy_(state[name].detach().reshape(-1))
         return vector
 
     def unflatten(self, vector: Vector) -> dict[str, Tensor]:
         """Return copies, which do not alias the vector (vectors from Ray are read-only memory)."""
-        return {name: torch.tensor(vector[first:stop]).reshape(shape) for name, shape, first, stop
-                in zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)}
+        return {name: torch.tensor(vector[self._parts[name]]).reshape(shape) for name, shape in self.by_name().items()}
 
     def load(self, model: nn.Module, vector: Vector) -> None:
         """Load the floating-point entries with one copy; other entries, such as counters, stay."""
@@ -77,15 +79,12 @@ class FlatLayout:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
             whole = torch.from_numpy(vector)
-        parts = {name: whole[first:stop].view(shape) for name, shape, first, stop
-                 in zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)}
-        model.load_state_dict(parts, strict=False)
+        model.load_state_dict({name: whole[self._parts[name]].view(shape) for name, shape in self.by_name().items()}, strict=False)
 
     def relative_change(self, before: Vector, after: Vector) -> dict[str, float]:
         """Norm of the change over the norm before, per entry."""
-        parts = {name: self.part(name) for name in self.names}
         return {name: float(np.linalg.norm(after[part] - before[part])) / max(float(np.linalg.norm(before[part])), 1e-10)
-                for name, part in parts.items()}
+                for name, part in self._parts.items()}
 
     def statistics(self) -> tuple[slice, ...]:
         """Entries that hold statistics of the data, such as those of batch normalization."""
@@ -101,8 +100,7 @@ class FlatLayout:
         layers = list(dict.fromkeys(name.rpartition(".")[0] for name in self.names))
         chosen = set(layers[index::count])
         pieces, filled = [], 0
-        for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False):
+        for name, part in self._parts.items():
             if name.rpartition(".")[0] in chosen:
-                pieces.append((slice(first, stop), slice(filled, filled + stop - first)))
-                filled += stop - first
+                pieces.append((part, slice(filled, filled := filled + part.stop - part.start)))
         return tuple(pieces)

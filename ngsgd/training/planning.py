@@ -57,11 +57,6 @@ class Plan:
         return len(self.work)
 
 
-def passes_by_outer_iter(schedule: Schedule) -> list[int]:
-    """Number of passes planned before each outer iteration, and in total."""
-    return [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
-
-
 def upcoming(schedule: Schedule, plan: Plan, job: int, num_workers: int, own: slice | None = None) -> tuple[WorkItem, ...]:
     """Return the work items that the worker of a job probably processes next: a later job, or the
     job of the same number in the next outer iteration. `own` selects the jobs of one site.
@@ -86,7 +81,8 @@ def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitio
     and learning rate are functions of the data processed, so the rest of the schedule is unchanged.
     `own` selects the jobs of one site; numbers and learning rate are those of all sites.
     """
-    planned = passes_by_outer_iter(schedule)
+    # passes before each outer iteration, and in total
+    planned = [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
     here = progress.passes_done
     outer_iter = progress.outer_iter + 1
     # position of the schedule after so many passes; without a shortage it equals outer_iter

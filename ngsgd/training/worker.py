@@ -121,7 +121,6 @@ class Worker:
         if self.settings.cluster.cuda_graphs == "on" and self.device.type != "cuda":
             raise ConfigError("cluster.cuda_graphs is on, but this worker found no GPU; set cluster.cuda_graphs=auto.")
         self.task = spec.task(self.device)
-        self._loss = self._cast_loss if self.settings.cluster.precision == "bf16" else self.task.loss
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
         self.snapshots = Snapshots(self.settings, self.device, is_possible=ranks.size == 1 and self.task.can_continue_jobs)
@@ -240,7 +239,7 @@ class Worker:
                 batches = read(first=first, stop=stop)
             elif self.task.starts_anywhere:
                 batches = itertools.chain.from_iterable(
-                    read(first=number, stop=number + 1) for number in self.ranks.of_rank(first, stop))
+                    read(first=number, stop=number + 1) for number in range(first + self.ranks.rank, stop, num_ranks))
             else:
                 batches = itertools.islice(read(first=first, stop=stop), self.ranks.rank, None, num_ranks)
             for done in range(num_ranks, length + num_ranks, num_ranks):
@@ -286,7 +285,7 @@ class Worker:
             preconditioner.step(lr)
         return loss, found[0], num_samples
 
-    def _cast_loss(self, network: nn.Module, data: Any) -> BatchLoss:
+    def _loss(self, network: nn.Module, data: Any) -> BatchLoss:
         with self._autocast:
             return self.task.loss(network, data)
 

@@ -42,8 +42,8 @@ def test_the_moment_of_patches_does_not_depend_on_the_pieces(monkeypatch: pytest
                                     [-900.0, 0.0, -1e4, -1e4]])
 def test_the_columns_of_cross_entropy_are_a_root_also_where_probabilities_underflow(logits: list[float]) -> None:
     f_NC = torch.tensor([logits]).double()
-    settings = vars(nn.CrossEntropyLoss(reduction="sum"))
-    view = losses.evaluation(settings, nn.CrossEntropyLoss, f_NC, torch.tensor([0]), torch.tensor(1.0))
+    _, call = losses.arguments(nn.functional.cross_entropy, (f_NC, torch.tensor([0])), {"reduction": "sum"})
+    view = call.evaluation(f_NC, torch.tensor(1.0))
     root_VC = torch.cat(list(view.columns(1, 2)))[:, 0]
     p_C = f_NC[0].softmax(dim=0)
     assert len(root_VC) == 3 and bool(root_VC.isfinite().all())

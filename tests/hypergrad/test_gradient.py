@@ -99,7 +99,7 @@ def test_every_segment_returns_to_the_broadcast_weights(kernels: str) -> None:
         segment.reverse(torch.ones_like(w_P))
         assert torch.equal(segment.state.x_P, (starts[outer_iter] * 2.0 ** 48).round().long())
         assert not segment.state.u_P.any()
-        assert segment.spill_bytes == 0
+        assert segment.state.spill_bytes == 0
 
 
 def test_one_reverse_pass_serves_the_learned_numbers_behind_a_plan() -> None:

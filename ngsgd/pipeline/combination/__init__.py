@@ -6,14 +6,7 @@ model and layer. Both score with `HeldOut`; `candidates` selects the models that
 """
 
 from ngsgd.pipeline.combination.layer_weights import generalized, normalize_stddev
-from ngsgd.pipeline.combination.models import (
-    Candidate,
-    Combined,
-    HeldOut,
-    candidates,
-    recompute_batchnorm,
-    running_mean,
-)
+from ngsgd.pipeline.combination.models import Candidate, Combined, HeldOut, candidates, recompute_batchnorm, running_mean
 
 __all__ = ["Candidate", "Combined", "HeldOut", "candidates", "generalized", "normalize_stddev",
            "recompute_batchnorm", "running_mean"]

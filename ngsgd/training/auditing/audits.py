@@ -18,7 +18,7 @@ from functools import partial
 from ngsgd.errors import AuditError, FailureKind
 from ngsgd.interface import option
 from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, partners, work_done
-from ngsgd.training.auditing.comparison import Run, agree, is_bitwise, verdict
+from ngsgd.training.auditing.comparison import Run, agree, digests_of, is_bitwise, verdict
 from ngsgd.training.auditing.pool import AuditablePool
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
@@ -345,7 +345,7 @@ class Audits:
 
     def _run(self, result: JobResult) -> Run:
         assert self._pool
-        return Run.of(result, self._pool.identity_of(result.worker))
+        return Run(result.worker, self._pool.identity_of(result.worker), result, digests_of(result))
 
     def _drop(self, case: Case, run: Run) -> None:
         case.runs.remove(run)

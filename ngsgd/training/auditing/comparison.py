@@ -44,10 +44,6 @@ class Run:
     # digests of everything that the result contributes to the run
     digests: tuple[str, ...]
 
-    @classmethod
-    def of(cls, result: JobResult, identity: WorkerIdentity) -> Run:
-        return cls(result.worker, identity, result, digests_of(result))
-
 
 def digests_of(result: JobResult) -> tuple[str, ...]:
     """Digests of the vector to average and of all other values that depend on the arithmetic."""

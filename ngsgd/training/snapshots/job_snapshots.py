@@ -78,7 +78,12 @@ class JobState:
         self.sums.load_state(values["sums"])
         self.task.load_job_state(values["task"])
         # last, because the steps above may use random numbers
-        set_random_states(values["random"], self.device)
+        states = values["random"]
+        torch.set_rng_state(states["torch"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+        np.random.set_state(states["numpy"])
+        random.setstate(states["python"])
 
 
 def is_random_reader(batches: Iterator[T], device: torch.device) -> tuple[bool, Iterator[T]]:
@@ -102,15 +107,6 @@ def random_states(device: torch.device) -> dict[str, Any]:
     """States of the global generators of torch, NumPy and Python."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
-
-
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Set the states that `random_states` returned."""
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
 
 
 class SnapshotMemory(Protocol):
@@ -207,9 +203,7 @@ class Snapshots:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether the machine has memory for the snapshots of all workers."""
-        if not self._limits_memory:
-            return True
-        return NUM_BLOCKS * num_bytes * self._num_workers <= MOST_MEMORY * free_memory()
+        return not self._limits_memory or NUM_BLOCKS * num_bytes * self._num_workers <= MOST_MEMORY * free_memory()
 
 
 class JobSnapshots:
@@ -228,8 +222,19 @@ class JobSnapshots:
 
     @cached_property
     def identity(self) -> bytes:
-        """Hash of everything that determines the result of the job."""
-        return identity_of(self.job, self._start, self.state.device)
+        """Hash of everything that determines the result of the job, except the attempt."""
+        job, content = self.job, hashlib.blake2b(digest_size=16)
+        fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
+                  job.keep_fisher, job.keep_own, job.excluded, digest(self._start), job.start.codec,
+                  digest(job.start.own.read()) if job.start.codec and job.start.own else 0,
+                  # the same arithmetic
+                  self.state.device.type, torch.__version__, torch.get_num_threads())
+        content.update(repr(fields).encode())
+        for name, state in sorted((job.start.fisher or {}).items()):
+            content.update(name.encode())
+            for key, value in sorted(state.items()):
+                content.update(key.encode() + np.asarray(value).tobytes())
+        return content.digest()
 
     def restore(self) -> int:
         """Continue from the newest valid snapshot; return the minibatches done, 0 without one."""
@@ -274,22 +279,6 @@ class JobSnapshots:
         self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
 
 
-def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
-    """Hash everything that determines the result of a job, except the attempt."""
-    content = hashlib.blake2b(digest_size=16)
-    fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
-              job.keep_fisher, job.keep_own, job.excluded, digest(start), job.start.codec,
-              digest(job.start.own.read()) if job.start.codec and job.start.own else 0,
-              # the same arithmetic
-              device.type, torch.__version__, torch.get_num_threads())
-    content.update(repr(fields).encode())
-    for name, state in sorted((job.start.fisher or {}).items()):
-        content.update(name.encode())
-        for key, value in sorted(state.items()):
-            content.update(key.encode() + np.asarray(value).tobytes())
-    return content.digest()
-
-
 def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem], range]) -> tuple[WorkItem, ...]:
     """The work items of a job after `done` minibatches; `numbers` returns those of an item."""
     left: list[WorkItem] = []
@@ -304,7 +293,6 @@ def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes that can be allocated without swapping, page cache included."""
     import psutil
-
     available = float(psutil.virtual_memory().available)
     try:
         limit, used = (float((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))

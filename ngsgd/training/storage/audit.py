@@ -97,18 +97,15 @@ def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 _PIECE_LENGTH = 6
 _NUMBER = (int, float)
 _JOB: dict[str, tuple[type, ...]] = {"outer_iter": (int,), "job": (int,), "attempt": (int,)}
+_WORK = {**_JOB, "pieces": (list,)}
+_JUDGED = {**_WORK, "left": (list,), "num_frames": (int,)}
 # event -> fields that the audit reads, and their types
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"after": (int,), "min_accepted_fraction": _NUMBER},
     "planned": {"outer_iter": (int,), "job": (int,), "pieces": (list,), "lr": _NUMBER},
-    "submitted": _JOB,
-    "failed": _JOB,
-    "accepted": {**_JOB, "pieces": (list,), "left": (list,), "num_frames": (int,)},
-    "rejected": {**_JOB, "pieces": (list,), "left": (list,), "num_frames": (int,)},
-    "dropped": {**_JOB, "pieces": (list,)},
-    "deferred": {**_JOB, "pieces": (list,)},
-    "quarantined": {**_JOB, "pieces": (list,)},
-    "discarded": _JOB,
+    **dict.fromkeys(("submitted", "failed", "discarded"), _JOB),
+    **dict.fromkeys(("accepted", "rejected"), _JUDGED),
+    **dict.fromkeys(("dropped", "deferred", "quarantined"), _WORK),
     "repeated": {**_JOB, "repeat": (int,), "worker": (int,)},
     "audited": {**_JOB, "outcome": (str,), "runs": (list,), "faulty": (list,)},
     "rolled_back": {"outer_iter": (int,)},

@@ -38,7 +38,8 @@ def run(changed: Vector, identity: WorkerIdentity = CPU, *, worker: int = 0, obj
     start = vector(0)
     job = Job(0, 0, 1, (PIECE,), JobInit(LocalRef(start)), 0.1, 1.0)
     end = start + changed
-    return Run.of(JobResult(job, worker, LocalRef(end), digest(end), 100, 10, objf, 0.0, 1.0, 0.0, 0.0, 0), identity)
+    result = JobResult(job, worker, LocalRef(end), digest(end), 100, 10, objf, 0.0, 1.0, 0.0, 0.0, 0)
+    return Run(worker, identity, result, comparison.digests_of(result))
 
 
 def agree(one: Run, other: Run) -> bool:
