@@ -13,6 +13,7 @@ from ngsgd.runs.run_folder import find_model, find_run
 
 # of ngsgd export
 FORMATS = ("nnet3", "bundle", "onnx", "torch", "sherpa-onnx", "huggingface")
+_OF_ENDING = {".ngsgd": "bundle", ".onnx": "onnx", ".pt2": "torch"}
 # largest model file; as text it holds about a billion parameters
 _MAX_MODEL_BYTES = 1 << 34
 
@@ -47,6 +48,9 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     if (options.output is None) == (options.named_output is None):
         parser.error("give OUTPUT once, after RUN or with --output")
     options.output = options.output or options.named_output
+    wanted = _OF_ENDING.get(Path(options.output).suffix, options.format)
+    if wanted != options.format:
+        parser.error(f"{options.output} has the ending of --format {wanted}, and --format is {options.format}; change one of them")
     if options.format != "nnet3" and (options.include_data or options.egs):
         parser.error("--include-data and --egs need --format nnet3, and --format is "
                      f"{options.format}; remove them, or export twice")
@@ -70,8 +74,8 @@ def _written(options: argparse.Namespace, output: Path) -> list[Path]:
     from ngsgd.exports import kaldi
     from ngsgd.launcher.commands.train import open_run
     from ngsgd.runs.recognizer import export_bundle
+    exports.require_new(output)
     if options.format == "bundle":
-        exports.require_new(output)
         run = open_run(find_run(str(model)), quiet=True)
         export_bundle(run.folder, run.config, run.data.corpus, output)
         return [output]

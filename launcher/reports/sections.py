@@ -93,7 +93,8 @@ def decoding_weights(about: Mapping[str, Any]) -> Iterator[str]:
     yield html.heading("Acoustic scale and word penalty", level=3)
     yield html.note(
         "WER (%) on the validation set. "
-        + " and ".join(f"{name} {value:g}" for name, value in chosen.items()) + " were chosen."
+        + " and ".join(f"{name} {value:g}" for name, value in chosen.items()) + " were chosen: errors are averaged with those "
+        "of neighbors in the table, and of settings within one standard error of the best, one inside the table is preferred."
         + "".join(f" {name} is at an end of the values that were tried; add values beyond it." for name in ends))
     yield html.table(
         ("acoustic_scale", *(f"penalty {penalty:g}" for penalty in penalties)),

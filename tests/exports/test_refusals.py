@@ -25,12 +25,25 @@ from tests.launcher.commands.test_kaldi import write_run
 FORMATS = ["onnx", "torch", "sherpa-onnx", "huggingface"]
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_existing_files_are_not_overwritten(format_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, output = write_run(tmp_path / "run", []), tmp_path / "model.onnx"
-    output.write_text("mine")
+@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("format_name", [*FORMATS, "bundle", "nnet3"])
+def test_existing_files_are_not_overwritten(format_name: str, is_folder: bool, tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    run, output = write_run(tmp_path / "run", []), tmp_path / "model"
+    file = output / "final.raw" if is_folder else output
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
     assert main(["export", "--format", format_name, str(run), str(output)]) == 2
-    assert output.read_text() == "mine" and str(output) in capsys.readouterr().err
+    assert file.read_text() == "mine" and f"{output} exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ending", "format_name"), [(".ngsgd", "bundle"), (".onnx", "onnx"), (".pt2", "torch")])
+def test_a_name_of_another_format_is_refused(ending: str, format_name: str, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    run, output = write_run(tmp_path / "run", []), tmp_path / f"model{ending}"
+    for other in ([], ["--format", "huggingface"]):
+        assert main(["export", *other, str(run), str(output)]) == 2
+        assert f"--format {format_name}," in capsys.readouterr().err and not output.exists()
 
 
 @pytest.mark.parametrize("has_network", [True, False])
@@ -40,7 +53,7 @@ def test_a_run_that_has_not_ended_is_named(format_name: str, has_network: bool, 
     run = write_run(tmp_path / "run", [])
     if not has_network:
         shutil.rmtree(run / "final")
-    assert main(["export", "--format", format_name, str(run), str(tmp_path / "model.onnx")]) == 6
+    assert main(["export", "--format", format_name, str(run), str(tmp_path / "model")]) == 6
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and str(run) in error
     assert not list(tmp_path.glob("model*"))

@@ -219,33 +219,34 @@ def scale(address: str, folder: Path) -> dict[str, Any]:
     return report
 
 
-def in_a_job(act: Callable[[Any], None]) -> Callable[[Any, Job], bool]:
-    """Return a strike that acts on the slot of a job of the second outer iteration."""
+def in_a_job(act: Callable[[Any, Any], object]) -> Callable[[Any, Job], bool]:
+    """Return a strike that acts on the pool and the slot of a job of the second outer iteration."""
     def strike(pool: Any, job: Job) -> bool:
         if job.identity != (1, 1, 1):
             return False
         until(lambda: pool._snapshots.newest(pool._snapshots._entries[(1, 1)].memory), "no snapshot arrived")
-        act(next(slot for slot in pool._slots if slot.job is job))
+        act(pool, next(slot for slot in pool._slots if slot.job is job))
         return True
     return strike
 
 
 def drain(address: str, folder: Path) -> dict[str, Any]:
     """The node of a worker is drained while it runs a job."""
-    def act(slot: Any) -> None:
+    def act(pool: Any, slot: Any) -> None:
         words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600"]
         subprocess.run([_RAY, "drain-node", "--address", address, "--node-id", slot.address.node_id, *words], check=True)
+        until(lambda: slot.address.node_id in pool._capacity.draining, "nobody noticed")
     return train(address, folder, 2, in_a_job(act))
 
 
 def sigterm(address: str, folder: Path) -> dict[str, Any]:
     """A worker gets SIGTERM in the middle of a job."""
-    return train(address, folder, 2, in_a_job(lambda slot: os.kill(slot.address.process_id, signal.SIGTERM)))
+    return train(address, folder, 2, in_a_job(lambda _pool, slot: os.kill(slot.address.process_id, signal.SIGTERM)))
 
 
 def head(address: str, folder: Path) -> dict[str, Any]:
     """The server of the head is killed in a job, and starts again with its state from Redis."""
-    def act(_slot: Any) -> None:
+    def act(_pool: Any, _slot: Any) -> None:
         server = found("/gcs_server", address)
         words, environment = server.cmdline(), server.environ()
         server.kill()

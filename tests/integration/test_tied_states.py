@@ -80,4 +80,4 @@ def test_labels_of_the_run_train_another_one(run: Path, data: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("words", [["--format", "onnx"], ["--format", "nnet3", "--include-data"]])
 def test_formats_without_adaptation_are_rejected(run: Path, tmp_path: Path, words: list[str]) -> None:
-    assert main(["export", *words, str(run), str(tmp_path / "model.onnx")]) == 2
+    assert main(["export", *words, str(run), str(tmp_path / "model")]) == 2
