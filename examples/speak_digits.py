@@ -2,7 +2,7 @@
 
     python examples/speak_digits.py recording.wav four two nine zero      (needs ngsgd[asr,synth])
 """
-import sys
+import argparse
 
 import numpy as np
 import soundfile
@@ -13,7 +13,12 @@ VOICE, WORDS_PER_MINUTE, PITCH, PITCH_RANGE, GAP_10_MS = "gmw/en-US", 160, 50, 5
 NOISE_DB = 20.0
 
 
-def main(path: str, *words: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", help="wav file to write")
+    parser.add_argument("words", nargs="+", help="words to speak")
+    options = parser.parse_args()
+    path, words = options.path, options.words
     sentence = Sentence(" ".join(words), VOICE, WORDS_PER_MINUTE, PITCH, PITCH_RANGE, GAP_10_MS)
     (spoken,) = speak([sentence], seed=0)
     speech = spoken.samples / 2**15
@@ -27,4 +32,4 @@ def main(path: str, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -5,6 +5,7 @@ Without a terminal there is no control code, and every phase is a plain line.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -174,3 +175,15 @@ def _console(stream: TextIO) -> Any:
 
 # the one of this process
 SCREEN = Screen()
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Show on a terminal that a command imports packages, until it writes its first line."""
+    screen = Screen(sys.stderr)
+    if screen.is_terminal and importlib.util.find_spec("rich"):
+        screen.phase("loading ngsgd")
+    try:
+        yield
+    finally:
+        screen.close()

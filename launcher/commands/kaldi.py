@@ -9,6 +9,7 @@ from pathlib import Path
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_regular_bytes
 from ngsgd.launcher.arguments import RUN, TRUST, WORDS, Parser, words_of
+from ngsgd.launcher.screen import loading
 from ngsgd.runs.run_folder import find_model, find_run
 
 # of ngsgd export
@@ -67,7 +68,8 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _written(options: argparse.Namespace, output: Path) -> list[Path]:
     model = find_model(options.run)
-    from ngsgd import exports
+    with loading():
+        from ngsgd import exports
     if options.changed or options.format not in ("nnet3", "bundle"):
         return exports.export(model, options.format, output, trust=options.trust,
                               license_id=options.license or "unknown", changed=options.changed)

@@ -10,6 +10,7 @@ from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import log_lines, parse_json_lines, read_json, write_text
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
+from ngsgd.launcher.screen import loading
 from ngsgd.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import valid_events
 from ngsgd.word_errors import WordErrors
@@ -33,7 +34,8 @@ def command(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     folder = RunFolder.open(find_run(options.run, with_models=False))
     target = Path(options.output) if options.output else folder.report
-    verdict = write(folder, target)
+    with loading():
+        verdict = write(folder, target)
     if not options.quiet:
         print(verdict)
     if options.mlflow:

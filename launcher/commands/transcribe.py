@@ -15,7 +15,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import make_directories, write_text
 from ngsgd.launcher.arguments import TRUST, WORDS, Parser, words_of
 from ngsgd.launcher.config.config_builder import require_writable
-from ngsgd.launcher.screen import is_terminal, say, with_progress
+from ngsgd.launcher.screen import is_terminal, loading, say, with_progress
 from ngsgd.masking import printable
 from ngsgd.runs.run_folder import find_model
 
@@ -36,9 +36,10 @@ def command(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     model = find_model(options.model)
     changed = words_of(options)
-    from ngsgd.asr.recognizer import Recognizer
-    from ngsgd.pipeline.decoding import transcribe as service
-    from ngsgd.runs.recognizer import open_bundle
+    with loading():
+        from ngsgd.asr.recognizer import Recognizer
+        from ngsgd.pipeline.decoding import transcribe as service
+        from ngsgd.runs.recognizer import open_bundle
     audio, others = ([], []) if options.audio == [_STREAM] else service.find_audio(options.audio)
     if options.output:
         for stem, number in Counter(path.stem for path in audio).items():
@@ -49,7 +50,8 @@ def command(arguments: Sequence[str]) -> int:
     elif options.format in ("srt", "textgrid") and len(audio) > 1:
         raise ConfigError(f"--format {options.format} of {len(audio)} recordings needs a file for each; "
                           "give a folder with --output.")
-    recognizer = Recognizer(open_bundle(model, trust=options.trust).with_words(**changed))
+    with loading():
+        recognizer = Recognizer(open_bundle(model, trust=options.trust).with_words(**changed))
     if options.audio == [_STREAM]:
         return _stream(recognizer, options)
     began = time.monotonic()

@@ -16,6 +16,7 @@ import pytest
 
 from ngsgd.counting import duration
 from ngsgd.launcher.reports.progress import ProgressTracker, compact, figures_in, final_lines, iteration_line, status_line
+from ngsgd.launcher.screen import loading
 from ngsgd.phase import Phase
 from ngsgd.training.records import Incident, OuterIterationRecord
 from ngsgd.word_errors import WordErrors
@@ -42,12 +43,12 @@ tracker.close("FINISHED")
 """
 
 
-def on_terminal(**environment: str) -> str:
-    """What the script writes to a terminal of 80 columns."""
+def on_terminal(script: str = SCRIPT, **environment: str) -> str:
+    """What a script writes to a terminal of 80 columns."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
     unset = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")}
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs,
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs,
                                env={**unset, "TERM": "xterm", **environment})
     os.close(theirs)
     written = b""
@@ -71,6 +72,14 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns() -> None:
     evaluations = [line for line in lines if line.startswith("iter ")]
     assert len(evaluations) == 3 and all("-12.345" in line and "61.2%" in line for line in evaluations)
     assert any("34h17m left" in line for line in lines)
+
+
+def test_imports_of_a_command_are_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = on_terminal("from ngsgd.launcher.screen import loading\nwith loading():\n    pass\nprint('first line')")
+    assert text.index("loading ngsgd") < text.rindex("\x1b[2K") < text.index("first line")
+    with loading():
+        pass
+    assert capsys.readouterr() == ("", "")
 
 
 def test_no_color_leaves_no_color() -> None:
