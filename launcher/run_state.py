@@ -52,7 +52,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
                                             ["history"][-1]["fingerprint"])),
         "error": {name: error[name] for name in ("exit_code", "message")} if error else None,
         "resume": resume_command(task, run_dir),
-        "is_finished": bool(end), "examples": _stored(lambda: str(read_json(folder.data)["egs"])),
+        "is_finished": bool(end), "examples": _stored(lambda: str(read_json(folder.data)["egs"]) or None),
         "num_incidents": log.num_incidents, "incidents": log.incidents[::-1],
         # those of a long log are counted in its end only
         "incidents_since_outer_iter": log.since}

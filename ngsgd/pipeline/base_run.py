@@ -22,6 +22,7 @@ from torch import nn
 from ngsgd.config import RunConfig
 from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInterrupted
+from ngsgd.files import digest_of_json
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.services import PoolRequest, Services
@@ -198,6 +199,10 @@ class BaseRun(ABC):
             raise ConfigError("failure.snapshots is on, but this task does not support it (`can_continue_jobs` of "
                               "ngsgd.training.task.Task); leave it auto.")
         schedule = task.shards().schedule(config.schedule)
+        if config.task._target_:
+            # examples of each shard, as minibatches of one; prepared speech has digests
+            sizes = [task.num_batches(schedule.shard(number), 1) for number in range(schedule.num_archives)]
+            folder.remember_data(digest_of_json(sizes))
         model = seeded_model(task, config.seed)
         for line in summary(model):
             self.services.report(line)

@@ -63,7 +63,7 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
     return TaskRun(config, folder, services, fingerprint, given=given, is_new=True)
 
 
-def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
+def task_spec(config: RunConfig, given: TaskOrFunction | None, *, for_workers: bool = True) -> TaskSpec:
     """Describe the task to the workers; raise ConfigError if a Python task was not given again."""
     settings = EngineSettings.of(config)
     if given is None:
@@ -75,7 +75,7 @@ def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
         raise ConfigError(f"the task is a {type(given).__name__}; pass an ngsgd.tasks.DatasetTask(dataset, make_model, "
                           "loss_fn), or a function that returns one.")
     spec = GivenTask(settings, given)
-    if config.cluster.kind != "in_process":
+    if for_workers and config.cluster.kind != "in_process":
         spec.require_picklable()
     return spec
 
@@ -102,8 +102,10 @@ class TaskRun(BaseRun):
             raise CheckpointError(f"{self.folder.path} has no readable final model ({error}); finish it with: "
                                   f"{resume_command(self.config.task, self.folder.path)}") from error
         except (SafetensorError, RuntimeError) as error:
-            raise CheckpointError(f"the final model in {path} does not match the task "
-                                  f"({imports.first_line(error)}); use the task of the run.") from error
+            # torch lists one layer in a line
+            reason = "; ".join(line.strip() for line in str(error).splitlines()[:3])
+            raise CheckpointError(f"the final model in {path} does not match the task ({reason}); use the task of the run, with "
+                                  "the same task.args.") from error
         return model.eval()
 
     @property
@@ -128,7 +130,7 @@ class TaskRun(BaseRun):
             raise ConfigError(f"the model of {self.folder.path} is built by a task of a Python program; pass the task: "
                               f'ngsgd.load("{self.folder.path}", {interface.argument(self.config.task.from_python)}).')
         permission.require(self.config.task, self.folder.config, self.folder.run_id, trust=self._given is not None)
-        return task_spec(self.config, self._given).task(torch.device("cpu"))
+        return task_spec(self.config, self._given, for_workers=False).task(torch.device("cpu"))
 
     def _spec(self) -> TaskSpec:
         if self._given is None:

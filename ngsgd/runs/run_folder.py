@@ -254,7 +254,7 @@ class RunFolder:
         finally:
             self.process.unlink(missing_ok=True)
 
-    def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None,
+    def remember_data(self, digest: str, egs_directory: Path | None = None, extractor: Path | None = None,
                       adaptation: Path | None = None, alignment: str = "", key: str = "") -> None:
         """Record the data at the first start, and copy the i-vector extractor and the adaptation.
 
@@ -268,7 +268,7 @@ class RunFolder:
         known = self._known_data() if self.data.exists() else {}
         if known and known["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} changed since the run began; start a new run.")
-        about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment, "key": key}
+        about = {"digest": digest, "egs": str(egs_directory or ""), "alignment": alignment, "key": key}
         # with the same data, other settings or times of the source files give another key
         if known.get("key") != key:
             files.write_text(self.data, json.dumps(files.sealed("prepared data", about), indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from abc import abstractmethod
@@ -193,6 +194,8 @@ class GivenTask:
 
 def name_of(given: Task | Callable[[], Task]) -> str:
     """Name of a task or of the function that returns it."""
+    if isinstance(given, functools.partial):
+        return name_of(given.func)
     return getattr(given, "__name__", type(given).__name__)
 
 

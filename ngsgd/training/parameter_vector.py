@@ -53,6 +53,12 @@ class FlatLayout:
     def _parts(self) -> dict[str, slice]:
         return {name: slice(*ends) for name, ends in zip(self.names, pairwise(self.offsets), strict=True)}
 
+    def difference(self, state: Mapping[str, Tensor]) -> str:
+        """Describe the first entry of a state that has another shape here; "" if all are equal."""
+        wanted, found = self.by_name(), {name: tuple(tensor.shape) for name, tensor in state.items()}
+        name = next((name for name in {**wanted, **found} if wanted.get(name) != found.get(name)), "")
+        return name and f"its {name} has shape {found.get(name, 'none')}, and that of this model {wanted.get(name, 'none')}"
+
     def part(self, name: str) -> slice:
         """Slice of the vector that holds an entry."""
         return self._parts[name]

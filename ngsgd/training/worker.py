@@ -36,6 +36,7 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.snapshots.job_snapshots import JobSnapshots, JobState, Snapshots, is_random_reader, remaining
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, map_tensors, seeded_model
 from ngsgd.training.validation import bad_batches
+from ngsgd.training.validation.bad_batches import Statistics
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
 
@@ -100,6 +101,7 @@ class JobRun:
     optimizer: Optimizer
     preconditioner: Preconditioner | None
     sums: JobSums
+    statistics: Statistics
     snapshots: JobSnapshots | None
     # minibatches of earlier attempts that this one continues
     continued_at: int
@@ -173,14 +175,15 @@ class Worker:
         snapshots = self.snapshots.of(job, start, JobState(self.task, self.model, optimizer, preconditioner, sums, self.device))
         done = snapshots.restore() if snapshots else 0
         rest = replace(job, pieces=remaining(job.pieces, done, self._numbers)) if done else job
-        return JobRun(rest, start, network, optimizer, preconditioner, sums, snapshots, done, time.perf_counter())
+        return JobRun(rest, start, network, optimizer, preconditioner, sums, Statistics(network), snapshots, done,
+                      time.perf_counter())
 
     def _loop(self, run: JobRun, batches: Iterator[tuple[Batch | None, int]], should_stop: Callable[[], bool]) -> None:
         """Train on the minibatches of a job until they or the time are over."""
         job, snapshots = run.rest, run.snapshots
         num_batches = sum(len(self._numbers(piece)) for piece in job.pieces)
         upcoming = (*job.pieces[1:], *job.upcoming)
-        graphed = self.graphed_training(run.network, run.optimizer, run.preconditioner)
+        graphed = self.graphed_training(run.network, run.optimizer, run.preconditioner, run.statistics)
         optimizer = self.settings.optimizer
         scale = 0.0 if optimizer.preconditions else optimizer.backstitch_scale
         for index, (batch, num_done) in enumerate(on_device(batches, self.device), run.continued_at):
@@ -190,7 +193,7 @@ class Worker:
             if graphed is not None and batch is not None and not scale:
                 graphed(batch, run.sums)
             else:
-                self._train(run.network, batch, run.optimizer, run.preconditioner, run.sums, scale)
+                self._train(run.network, batch, run.optimizer, run.preconditioner, run.sums, run.statistics, scale)
             is_asked = self.ranks.any(should_stop())
             if snapshots and num_done < num_batches and snapshots.is_due(is_asked):
                 snapshots.take(index + 1)
@@ -247,7 +250,7 @@ class Worker:
             before += length
 
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: Optimizer,
-               preconditioner: Preconditioner | None, sums: JobSums, backstitch_scale: float) -> None:
+               preconditioner: Preconditioner | None, sums: JobSums, statistics: Statistics, backstitch_scale: float) -> None:
         """Process one minibatch: forward, backward and the update of the parameters."""
         num_examples = 0 if batch is None else batch.num_examples
         found = [self._no_loss]
@@ -259,6 +262,7 @@ class Worker:
         else:
             loss, found[0], num_samples = self._gradients(network, batch, optimizer, preconditioner)
             optimizer.step(num_samples=num_samples)
+        statistics.settle(loss, optimizer.last_update)
         sums.add(num_examples, found[0], loss, optimizer.last_update)
 
     def _gradients(self, network: nn.Module, batch: Batch | None, optimizer: Optimizer,
@@ -289,8 +293,8 @@ class Worker:
         with self._autocast:
             return self.task.loss(network, data)
 
-    def graphed_training(self, network: nn.Module, optimizer: Optimizer,
-                         preconditioner: Preconditioner | None) -> Callable[[Batch, JobSums], None] | None:
+    def graphed_training(self, network: nn.Module, optimizer: Optimizer, preconditioner: Preconditioner | None,
+                         statistics: Statistics) -> Callable[[Batch, JobSums], None] | None:
         """Return a function that trains on a minibatch with CUDA graphs; None without graphs."""
         wanted = self.settings.cluster.cuda_graphs
         is_possible = self.device.type == "cuda" and preconditioner is None and self.ranks.size == 1
@@ -305,6 +309,7 @@ class Worker:
             found.total.backward()
             optimizer.step(num_samples=current.num_examples)
             assert optimizer.last_update is not None
+            statistics.settle(found.total, optimizer.last_update)
             return [found.total.detach(), found.weight, found.num_correct, optimizer.last_update]
 
         step = GraphedStep(optimizer, run)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.runs import trust
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.tasks import DatasetTask
+from ngsgd.tasks.functions import name_of
 from ngsgd.training.job import Job
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from tests.tasks import blobs
@@ -229,6 +231,37 @@ def test_a_run_of_another_task_is_never_trained_again(tmp_path: Path, is_kept: b
     with pytest.raises(CheckpointError):
         ngsgd.train(wider_task, resume=run.folder.path, services=Services())
     assert (digest(run), run.folder.events.read_bytes()) == before
+
+
+def test_a_run_is_not_resumed_with_other_data(tmp_path: Path) -> None:
+    stop = StopAfter()
+    with pytest.raises(RunInterrupted):
+        ngsgd.train(blobs.make_task, output_dir=tmp_path, **SETTINGS, services=Services(stop=stop, make_trackers=stop.trackers))
+    [folder] = tmp_path.iterdir()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "error.json")}
+    for size in (-1, 1):
+        with pytest.raises(CheckpointError, match="data"):
+            ngsgd.train(partial(resized_task, size), resume=folder, services=Services())
+    assert before.items() <= {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}.items()
+    assert ngsgd.train(partial(resized_task, 0), resume=folder, services=Services()).metrics
+
+
+def resized_task(more: int) -> DatasetTask:
+    """The task of `blobs` with so many examples more."""
+    dataset = blobs.dataset()
+    return DatasetTask(TensorDataset(*(torch.cat([one, one[:1]])[:len(one) + more] for one in dataset.tensors)),
+                       blobs.make_model, blobs.mean_loss, shard_size=60)
+
+
+def test_a_model_of_another_width_and_a_task_without_a_name(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "num_epochs": 1, "cluster": "local"}
+    run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **settings)
+    # a function that could not be sent to workers
+    loaded = ngsgd.load(run.folder.path, lambda: blobs.make_task(60)).model
+    assert all(map(torch.equal, loaded.parameters(), run.model.parameters()))
+    with pytest.raises(CheckpointError, match=r"0\.weight"):
+        _ = ngsgd.load(run.folder.path, lambda: DatasetTask(blobs.dataset(), partial(blobs.make_model, 24), blobs.mean_loss)).model
+    assert name_of(partial(partial(blobs.make_task))) == "make_task"
 
 
 def test_a_run_from_python_is_not_resumed_without_its_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

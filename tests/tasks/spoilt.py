@@ -18,17 +18,24 @@ MARK = 1000.0
 
 
 def make_task(kind: str = "none") -> DatasetTask:
-    """A task with NaN in two examples ("input"), an infinite "loss" or "gradient", or "none"."""
+    """A task with NaN in two examples ("input"), an infinite "loss" or "gradient", or "none".
+
+    "statistics": NaN in two examples, and a model with batch normalization.
+    """
     x_ND, y_N = (tensor.clone() for tensor in blobs.dataset().tensors)
     if kind != "none":
-        x_ND[list(BAD)] = {"input": torch.nan, "loss": MARK, "gradient": MARK}[kind]
+        x_ND[list(BAD)] = {"loss": MARK, "gradient": MARK}.get(kind, torch.nan)
     losses = {"loss": infinite_loss, "gradient": infinite_gradient}
-    return DatasetTask(TensorDataset(x_ND, y_N), make_model, losses.get(kind, blobs.mean_loss), shard_size=60)
+    of_kind = make_normalized if kind == "statistics" else make_model
+    return DatasetTask(TensorDataset(x_ND, y_N), of_kind, losses.get(kind, blobs.mean_loss), shard_size=60)
 
 
 def make_model() -> nn.Module:
-    """Without batch statistics, which NaN would spoil for good."""
     return nn.Sequential(nn.Linear(blobs.DIM, 12), nn.ReLU(), nn.Linear(12, blobs.NUM_CLASSES))
+
+
+def make_normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(blobs.DIM, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, blobs.NUM_CLASSES))
 
 
 def infinite_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -55,9 +55,9 @@ def test_training_with_recorded_steps_has_the_same_sums(tmp_path: Path, monkeypa
     plain = run(tmp_path, optimizer(kind=kind), weight)
     graphed = []
 
-    def seems_a_gpu(self: Worker, network: Any, optimizer: Any, preconditioner: Any) -> Any:
+    def seems_a_gpu(self: Worker, *arguments: Any) -> Any:
         device, self.device = self.device, SimpleNamespace(type="cuda")  # type: ignore[assignment]
-        graphed.append(made := of_worker(self, network, optimizer, preconditioner))
+        graphed.append(made := of_worker(self, *arguments))
         self.device = device
         return made
 

@@ -235,8 +235,8 @@ class CheckpointStore:
             if not files.matches_digest(path):
                 raise ValueError("its checksum does not match")
             state = load_file(path)
-            if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
-                raise ValueError("it belongs to a model with other layers")
+            if difference := self.layout.difference(state):
+                raise ValueError(difference)
             return self.layout.flatten(state)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); remove it and resume: the final "
@@ -314,9 +314,9 @@ class CheckpointStore:
                 raise CheckpointError(f"checkpoint {path} cannot be read ({error}); check the disk and the permissions, "
                                       "then resume. To continue from an earlier one, remove this folder first.") from error
             raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is skipped.") from error
-        if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
-            raise CheckpointError(f"checkpoint {path} belongs to a model with other layers; resume "
-                                  "with the configuration of that run.")
+        if difference := self.layout.difference(state):
+            raise CheckpointError(f"checkpoint {path} is of another model ({difference}); resume with the configuration "
+                                  "of its run.")
         return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers,
                           manifest["numbers"], manifest["commit"], fisher, record, has_jobs=_JOBS in manifest["files"])
 

@@ -6,6 +6,7 @@ computed only if there is such a minibatch, from the deterministic order of the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,34 @@ _MOST_NAMED = 16
 # names in a message
 _MOST_SHOWN = 5
 INPUT, LOSS, GRADIENT = "an input is not finite", "the loss is not finite", "the gradient is not finite"
+
+
+class Statistics:
+    """Buffers that a model changes while it trains, such as those of batch normalization.
+
+    A bad minibatch would leave NaN there, which all later ones keep. Nothing waits for the device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        # torch counts no version when it changes these
+        self._is_running = [name.rpartition(".")[2] in ("running_mean", "running_var") for name in buffers]
+        self._buffers = list(buffers.values())
+        self._kept = [buffer.clone() for buffer in self._buffers]
+        self._versions = [buffer._version for buffer in self._buffers]
+
+    @torch.no_grad()
+    def settle(self, loss: Tensor, update: Tensor | None) -> None:
+        """Restore the buffers if the loss is not finite, or if the update is NaN: it was skipped."""
+        versions = zip(self._buffers, self._versions, strict=True)
+        is_changed = [is_running or buffer._version != version
+                      for is_running, (buffer, version) in zip(self._is_running, versions, strict=True)]
+        if any(is_changed):
+            is_good = loss.isfinite() if update is None else loss.isfinite() & ~update.isnan()
+            for buffer, kept in itertools.compress(zip(self._buffers, self._kept, strict=True), is_changed):
+                torch.where(is_good, buffer, kept, out=kept)
+                buffer.copy_(kept)
+            self._versions = [buffer._version for buffer in self._buffers]
 
 
 def named(task: Task, model: nn.Module, bad: dict[int, str], places: Sequence[tuple[WorkItem, int]],

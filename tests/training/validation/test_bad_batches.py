@@ -50,7 +50,7 @@ def _parameters(run: Any) -> list[Any]:
 
 # the run reports what the optimizer warns of
 @pytest.mark.filterwarnings("ignore:SGD")
-@pytest.mark.parametrize("kind", [pytest.param("input", marks=pytest.mark.slow), "loss"])
+@pytest.mark.parametrize("kind", [pytest.param("input", marks=pytest.mark.slow), "loss", "statistics"])
 def test_bad_examples_are_named_and_nothing_else_is_lost(kind: str, tmp_path: Path) -> None:
     run = train(tmp_path, kind)
     found = _bad(run)
@@ -61,7 +61,9 @@ def test_bad_examples_are_named_and_nothing_else_is_lost(kind: str, tmp_path: Pa
     assert reported and all(any(name in event["message"] for event in reported) for name in _NAMES)
     # the jobs with bad minibatches count
     assert all(event["num_accepted"] == event["num_jobs"] for event in events if event["event"] == "outer_iteration")
-    assert np.isfinite(run.metrics["train/loss"]) or kind == "input"
+    assert np.isfinite(run.metrics["train/loss"]) or kind != "loss"
+    # among them those of batch normalization
+    assert all(np.isfinite(values).all() for values in _parameters(run))
     answer = explain(run.folder.path)
     assert (answer.culprit, answer.domain, answer.outlook) == ("data", "workload", "cannot help")
     assert answer.bad_examples.keys() == _NAMES
