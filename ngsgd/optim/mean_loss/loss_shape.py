@@ -25,6 +25,7 @@ _LAST = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Embedding", 
 _FIRST = ("Convolution", "Mkldnn", "Cudnn", "NativeBatchNorm", "NativeGroupNorm", "_Convolution", "Upsample", "AvgPool",
           "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool")
 _SLICES = ("SliceBackward0", "SelectBackward0", "SplitBackward0", "UnbindBackward0", "SplitWithSizesBackward0")
+_SELECTIONS = ("Index", "Masked", "Gather")
 # Nodes between the loss and the next layer; with more, the number of samples is not known.
 _MOST_NODES = 100_000
 _MOST_OPERATIONS = 50
@@ -129,7 +130,7 @@ def _are_of_one_minibatch(edges: Sequence[_Edge | None]) -> bool:
 
 def _selects_samples(node: Any) -> bool:
     """Return whether the operation selects from dimension 0, as a mixture of experts does."""
-    if not node.name().startswith(("Index", "Masked", "Gather", *_SLICES)) or node.next_functions[0][0] is None:
+    if not node.name().startswith((*_SELECTIONS, *_SLICES)) or node.next_functions[0][0] is None:
         return False
     return _shape((node, 0))[:1] != _shape(node.next_functions[0])[:1]
 
@@ -208,6 +209,9 @@ def _positions(edge: _Edge) -> int | None:
         if not equal:
             if inputs and all(child[0].name() == _LEAF for child in inputs) and len(shape) < 1:
                 return 0
+            if inputs and (name.startswith("Pdist") or (name.startswith(_SELECTIONS) and _has_pairs(inputs[0][0]))):
+                # pairs of rows
+                return _shape(inputs[0])[0]
             break
         edge = data[0] if data else equal[0]
     return size if len(shape) < 2 else shape[0] if math.prod(shape[2:]) == 1 else None
@@ -226,6 +230,12 @@ def _width(edge: _Edge) -> int | None:
     if name.startswith(_FIRST):
         return shape[1] if len(shape) > 1 and shape[1] else 1
     return None
+
+
+def _has_pairs(node: Any) -> bool:
+    """Return whether the operation has a number for each pair of rows of data."""
+    is_product = node.name().startswith("Mm") and all(_leaf(child) is None for child, _ in node.next_functions)
+    return is_product or node.name().startswith("Cdist")
 
 
 def _is_of_weights(node: Any) -> bool:
