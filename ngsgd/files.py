@@ -356,6 +356,16 @@ FORMATS = {"archives": 2, "arrays": 1, "bundle": 1, "checkpoint": 4, "copies": 1
            "prepared data": 1, "results": 1, "sequences": 1, "site": 1, "stored run": 1}
 
 
+def require_room(directory: Path, num_bytes: float, purpose: str, option: str, error: type[Exception]) -> None:
+    """Raise `error`, with ENOSPC as its cause, unless the disk of a folder has so much room."""
+    def megabytes(number: float) -> str:
+        return f"{number / 1e6:.0f}" if number >= 10e6 or not number else f"{number / 1e6:.2g}"
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise error(f"{directory} has {megabytes(free)} MB free, and {purpose} need {megabytes(num_bytes)} MB; free disk space, or "
+                    f"choose another folder with {option}=PATH.") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading; raises OSError with the reason as `strerror`.
 

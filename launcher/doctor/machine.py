@@ -259,7 +259,7 @@ def ports(*, with_dashboard: bool) -> Iterator[Finding]:
 
 
 def ray_traps() -> Iterator[Finding]:
-    token = Path.home() / ".ray" / "auth_token"
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if token.is_file() and token.stat().st_mode & 0o077:
         yield Finding("warn", "Ray token", f"others on this machine can read {token}", f"chmod 600 {token}")
     if os.environ.get("RAY_AUTH_MODE") == "disabled":

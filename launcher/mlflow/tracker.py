@@ -224,6 +224,10 @@ class _MlflowRun:
         if error:
             self._set_tag("exit_code", str(error["exit_code"]))
             self._set_tag("error", error["message"][:_LONGEST_TAG])
+        elif status == "FINISHED":
+            # of an earlier process of this run
+            for name in {"exit_code", "error"} & set(self._client.get_run(self.run_id).data.tags) - self._foreign_tags:
+                self._client.delete_tag(self.run_id, name)
         for name in ("events.jsonl", "learning_curve.png", "ledger.jsonl", "final", "decode"):
             if (self.run_dir / name).exists():
                 self._artifacts.log(self.run_dir / name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.launcher.ray.probe import require_dashboard, require_version
+from ngsgd.launcher.screen import say
 from ngsgd.masking import printable
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
     except Exception as error:
         # Ray raises RuntimeError, ConnectionError, its own errors and requests' errors here
         said = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
-        if job and "does not exist" in str(error):
+        # `tail_job_logs` raises what the server answers
+        if job and ("does not exist" in str(error) or ("404" in str(error) and f"/jobs/{job}/" in str(error))):
             raise ConfigError(f"{job} is neither a run nor a job of the cluster at {server.address}; see them with: ngsgd status "
                               f"--dashboard-url {server.address}") from error
         if job and "already exists" in str(error):
@@ -90,13 +92,16 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
 
 def submit(client: Any, **what: Any) -> str:
     """Submit a job and return its id; wait for the agent of a head that was just started."""
-    deadline = time.monotonic() + _AGENT_S
+    deadline, waits = time.monotonic() + _AGENT_S, False
     while True:
         try:
             return str(client.submit_job(**what))
         except RuntimeError as error:
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
+            if not waits:
+                say(f"waiting for the agent of the head, for at most {_AGENT_S:.0f} s")
+            waits = True
             time.sleep(2 * POLL_INTERVAL_S)
 
 

@@ -83,6 +83,9 @@ def explain(run: Path) -> Answer:
     events, ledger = lines_of(folder.events), lines_of(folder.ledger)
     faults = faults_of(events, ledger, is_alive=state["state"] in ("RUNNING", "PENDING", "UNKNOWN"))
     record, wrong = failed_command(run) if state["state"] != "SUCCEEDED" else {}, failed_command(run, "note")
+    if record.get("kind") == "RunLockedError" and state["state"] not in _AFTER_CALM:
+        # the process that it met has ended
+        record, wrong = {}, wrong or record
     refused = _command_fault(record) if record else None
     note = f"{wrong['command']}: {cut(str(wrong['message']))}" if wrong else ""
     end = refused or _end_of_process(folder, state, events, ledger, faults)

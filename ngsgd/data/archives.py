@@ -26,7 +26,18 @@ from ngsgd.data.examples import NO_FRAME, ArchiveEntry, ExampleSource, Target, s
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import FormatError, write_arrays
 from ngsgd.errors import DataError
-from ngsgd.files import FORMATS, cache_name, new_file, read_json, sealed, sha256, shared_directory, unsealed, write_text
+from ngsgd.files import (
+    FORMATS,
+    cache_name,
+    new_file,
+    read_json,
+    require_room,
+    sealed,
+    sha256,
+    shared_directory,
+    unsealed,
+    write_text,
+)
 from ngsgd.phase import Phase
 
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives",
@@ -157,12 +168,7 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
     random = np.random.default_rng(0)
     source = shuffled(train, random, left_context=config.left_context,
                       right_context=config.right_context, frames_per_eg=config.frames_per_eg)
-    num_bytes = len(source.order_E) * source.example_bytes
-    free = shutil.disk_usage(directory).free
-    if free < num_bytes:
-        raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, but the archives of "
-                        f"examples need {num_bytes / 1e9:.1f} GB; free disk space, or choose "
-                        "another folder with data.cache_dir=PATH.")
+    require_room(directory, len(source.order_E) * source.example_bytes, "the archives of examples", "data.cache_dir", DataError)
     entries = _write(source, config, directory, num_writers)
     # its order of the examples
     del source

@@ -22,7 +22,7 @@ from torch import nn
 from ngsgd.config import RunConfig
 from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInterrupted
-from ngsgd.files import digest_of_json
+from ngsgd.files import digest_of_json, require_room
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.services import PoolRequest, Services
@@ -36,7 +36,7 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, Tracker, Trackers
 from ngsgd.training.sites.rounds import Rounds, open_exchange
 from ngsgd.training.sites.site_average import SiteAverage, SiteClock
-from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.storage.lock import RunLock
@@ -253,7 +253,8 @@ class BaseRun(ABC):
             if training.latest and not start.has_jobs:
                 services.warn("the checkpoint has no state of the jobs, which start from the model again; results are not bitwise "
                               "identical to those of an uninterrupted run")
-        require_room(folder.path, 4 * size * num_vectors)
+        # the newest checkpoint, the one being written, and a damaged one
+        require_room(folder.path, 3 * 4 * size * num_vectors, "three checkpoints", "output_dir", CheckpointError)
         pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
                                               fingerprint.agreement, services.stop.expired, services.report,
                                               self._read_by_workers(spec)))

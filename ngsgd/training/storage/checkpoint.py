@@ -40,8 +40,6 @@ from ngsgd.training.storage.lock import RunLock
 
 _MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safetensors"
 _JOBS, _RECORD = "jobs.safetensors", "record.json"
-# the newest, the one being written, and a damaged one
-_NUM_THAT_MUST_FIT = 3
 # prefix of arrays and numbers of the averages over sites
 _SITE = "site."
 _NAME = re.compile(r"iter-(\d{6,})")
@@ -362,17 +360,3 @@ def _may_be_undamaged(error: BaseException | None) -> bool:
 def _outer_iter(path: Path) -> int:
     """Outer iteration of the folder of a checkpoint, or of the file of a candidate."""
     return int(path.stem.removeprefix("iter-"))
-
-
-def require_room(directory: Path, num_bytes: int) -> None:
-    """Raise CheckpointError unless there is space for three checkpoints of `num_bytes` bytes."""
-    free = shutil.disk_usage(directory).free
-    if free < _NUM_THAT_MUST_FIT * num_bytes:
-        raise CheckpointError(f"{directory} has {_mb(free)} MB free, and three checkpoints "
-                              f"need {_mb(_NUM_THAT_MUST_FIT * num_bytes)} MB; free disk "
-                              "space, or choose another folder with output_dir=PATH.")
-
-
-def _mb(num_bytes: float) -> str:
-    """Megabytes, with a fraction where the number is small."""
-    return f"{num_bytes / 1e6:.0f}" if num_bytes >= 10e6 or not num_bytes else f"{num_bytes / 1e6:.2g}"

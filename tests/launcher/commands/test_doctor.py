@@ -105,11 +105,21 @@ def test_a_clone_that_python_imports_is_never_removed(is_current: bool, tmp_path
 
 def test_a_token_that_others_can_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     token = tmp_path / ".ray" / "auth_token"
     token.parent.mkdir()
     token.write_text("x")
     token.chmod(0o644)
     assert findings(tmp_path)["Ray token"].fix == f"chmod 600 {token}"
+    # another file is the token that counts
+    other = tmp_path / "token"
+    other.write_text("x")
+    other.chmod(0o600)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
+    assert "Ray token" not in findings(tmp_path)
+    other.chmod(0o640)
+    assert findings(tmp_path)["Ray token"].fix == f"chmod 600 {other}"
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     token.chmod(0o600)
     assert "Ray token" not in findings(tmp_path)
 

@@ -83,6 +83,9 @@ class Client:
     def set_tag(self, run_id: str, key: str, value: str) -> None:
         self.runs[run_id]["tags"][key] = value
 
+    def delete_tag(self, run_id: str, key: str) -> None:
+        del self.runs[run_id]["tags"][key]
+
     def set_terminated(self, run_id: str, status: str) -> None:
         self.runs[run_id]["status"] = status
 
@@ -302,6 +305,15 @@ def test_a_failed_run_has_its_error_and_exit_code_as_tags(config: RunConfig) -> 
     run = client.runs["id0"]
     found = (run["status"], run["tags"]["exit_code"], run["tags"]["error"])
     assert found == ("FAILED", "5", "no worker is left")
+
+
+@pytest.mark.parametrize(("status", "is_kept"), [("FINISHED", False), ("KILLED", True)])
+def test_a_run_that_ends_well_has_no_tags_of_an_earlier_process(config: RunConfig, status: str, is_kept: bool) -> None:
+    class Resumed(Client):
+        def create_run(self, experiment_id: str, *, tags: dict[str, str], run_name: str) -> Any:
+            return super().create_run(experiment_id, tags={**tags, "exit_code": "130", "error": "stopped"}, run_name=run_name)
+    client, said = tracked(config, outer_iteration(), client=Resumed(), status=status)
+    assert not said and ({"exit_code", "error"} <= client.runs["id0"]["tags"].keys()) == is_kept
 
 
 def test_a_store_that_cannot_be_opened_does_not_stop_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,16 @@ import torch
 from safetensors.torch import load_file
 
 from ngsgd import files
-from ngsgd.errors import CheckpointError, RunLockedError
+from ngsgd.errors import CheckpointError, DataError, RunLockedError
+from ngsgd.files import require_room
+from ngsgd.launcher.why.causes import of_error
+from ngsgd.runs.failure_record import describe
 from ngsgd.schedules import Shard
 from ngsgd.training.job import WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage import checkpoint
-from ngsgd.training.storage.checkpoint import CheckpointStore, JobStates, require_room
+from ngsgd.training.storage.checkpoint import CheckpointStore, JobStates
 from ngsgd.training.storage.lock import RunLock
 
 
@@ -278,10 +281,16 @@ def _unreadable(*_: object) -> None:
     raise CheckpointError("Input/output error")
 
 
-def test_a_disk_without_room_for_three_checkpoints_is_reported_before_training(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [CheckpointError, DataError])
+def test_a_disk_without_room_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                    kind: type[Exception]) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 300 * 10**6))
-    require_room(tmp_path, 100 * 10**6)
-    with pytest.raises(CheckpointError, match=r"300 MB.*303 MB"):
-        require_room(tmp_path, 101 * 10**6)
+    require_room(tmp_path, 300e6, "files", "output_dir", kind)
+    with pytest.raises(kind, match=r"300 MB.*303 MB") as caught:
+        require_room(tmp_path, 303e6, "files", "output_dir", kind)
+    # of small disks, too
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 0))
+    with pytest.raises(kind, match=r"2\.5 MB"):
+        require_room(tmp_path, 2.5e6, "files", "output_dir", kind)
+    assert of_error(describe(caught.value)).culprit == "disk"
