@@ -30,7 +30,7 @@ class _Counts:
 
 @dataclass(frozen=True)
 class Efficiency(_Counts):
-    """Sums over the outer iterations of a run: of results that entered an average, and of planned jobs."""
+    """Sums over the outer iterations of a run: counted results, planned jobs, and times."""
 
     # of counted jobs, from the first minibatch to the last
     minibatch_s: float = 0.0
@@ -104,7 +104,7 @@ def _seconds_of(record: OuterIterationRecord, before_s: float) -> float:
 
 @dataclass(frozen=True)
 class SiteFigures(_Counts):
-    """Sums over the averages of one site with the others: of sites in them, and of sites of the run."""
+    """Sums over the averages of one site with the others: sites in them, and sites of the run."""
 
     num_rounds: int = 0
     sent_mb: float = 0.0

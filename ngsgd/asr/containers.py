@@ -170,8 +170,9 @@ def find_samples(file: Source, kind: str) -> Samples | None:
 
 
 def wav_encoding(file: Source) -> tuple[str, int, int] | None:
-    """Return (type of NumPy, or "<i3" for integers of 24 bits, number of channels, sampling rate) of a
-    wav; None for other encodings than integers and floating point.
+    """Return (NumPy type or "<i3" for 24 bits, number of channels, sampling rate) of a wav.
+
+    None for other encodings than integers and floating point.
     """
     fmt = next((file.read(min(length, 40)) for name, length, *_ in _chunks(file, "wav") if name == b"fmt "), b"")
     if len(fmt) < 16:

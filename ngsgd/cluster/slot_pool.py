@@ -92,7 +92,7 @@ class SlotPool(ABC, Generic[S]):
         self._slots: list[S] = []
         self._outcomes: list[Outcome] = []
         self._digests: dict[SharedRef, int] = {}  # of published vectors, for the exchange
-        self._kept: dict[int, RemoteRef] = {}  # results that workers keep, by the ids of these objects
+        self._kept: dict[int, RemoteRef] = {}  # results that workers keep, by id(...)
         self._answers: dict[int, object] = {}  # worker -> its answer to the current question
         self._clock = AwakeClock()
         # until all workers were ready, or time for that is over, an unsuitable one is an error

@@ -29,7 +29,8 @@ from tests.toy import Run
 
 # environment variable that marks programs started by a case, and with them all their children
 TAG = "NGSGD_CHAOS"
-# for processes that end, and without progress, on a busy machine; a death that nobody notices lasts `trials.PATIENT_S`
+# for processes that end, and without progress, on a busy machine; a death that nobody notices
+# lasts `trials.PATIENT_S`
 _BUSY_S = 300.0
 
 

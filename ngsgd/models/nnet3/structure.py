@@ -93,7 +93,7 @@ def finite(rows: list[list[str]] | npt.NDArray[np.floating]) -> Array:
 
 
 def _chain(head: str) -> tuple[list[tuple[str, tuple[int, ...], bool]], dict[str, int]]:
-    """Return (component, offsets, has_ivector) of each node from input to output, and the sizes of the inputs."""
+    """Return (component, offsets, has_ivector) of each node in order, and the sizes of inputs."""
     lines, inputs = [], {}
     for number, text in enumerate(head.replace("<Nnet3>", "       ").splitlines(), start=1):
         if not text.strip():

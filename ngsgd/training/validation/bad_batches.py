@@ -39,7 +39,7 @@ class Statistics:
 
     @torch.no_grad()
     def settle(self, loss: Tensor, update: Tensor | None) -> None:
-        """Restore the buffers if the loss is not finite, or if the update is NaN: it was skipped."""
+        """Restore the buffers if the loss is not finite, or the update is NaN: it was skipped."""
         versions = zip(self._buffers, self._versions, strict=True)
         is_changed = [is_running or buffer._version != version
                       for is_running, (buffer, version) in zip(self._is_running, versions, strict=True)]

@@ -71,7 +71,7 @@ def test_a_job_of_a_drained_node_continues_at_its_snapshot(tmp_path: Path, clust
 
 
 class DrainedBetweenJobs(RayPool):
-    """The node of a worker is drained when its job has ended, and the job of the other one has not."""
+    """The node of a worker is drained when its job has ended, and that of the other has not."""
 
     cluster: Cluster
 
