@@ -144,7 +144,7 @@ class RayPool(SlotPool[WorkerSlot]):
                 continue
             ending = Ending(f"its node {slot.address.device.host} is drained", FailureKind.ASKED_TO_END)
             if slot.job is None and slot.pending is None:
-                # what it keeps for the mean would end with it
+                # results that it keeps for the mean would end with it
                 for ref in self._kept_by(slot):
                     ref.save()
                 slot.leaving = True
