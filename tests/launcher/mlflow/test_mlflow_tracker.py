@@ -411,7 +411,7 @@ class LyingClient(Client):
 
     def get_run(self, run_id: str) -> Any:
         place = self.places.pop(0) if len(self.places) > 1 else self.places[0]
-        return SimpleNamespace(info=SimpleNamespace(artifact_uri=place))
+        return SimpleNamespace(info=SimpleNamespace(artifact_uri=place), data=SimpleNamespace(tags={}))
 
     def log_artifact(self, run_id: str, path: str) -> None:
         raise AssertionError(f"MLflow's own client would write {path} to {self.get_run(run_id).info.artifact_uri}")
