@@ -43,7 +43,7 @@ def test_seeds_that_failed_once_have_no_problem(simulated: Simulator, seed: int)
     assert not verdict.problems, verdict.replay()
 
 
-@pytest.mark.parametrize(("seed", "what"), [(168, "continued job"), (168, "torn snapshot"), (15, "kept result"), (15, "link"),
+@pytest.mark.parametrize(("seed", "what"), [(219, "continued job"), (168, "torn snapshot"), (15, "kept result"), (15, "link"),
                                             (33, "late site"), (50, "damaged delta")])
 def test_seeds_reach_the_parts_of_the_system(simulated: Simulator, seed: int, what: str) -> None:
     verdict = simulated.run(seed)
