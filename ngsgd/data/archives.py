@@ -168,7 +168,8 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
     random = np.random.default_rng(0)
     source = shuffled(train, random, left_context=config.left_context,
                       right_context=config.right_context, frames_per_eg=config.frames_per_eg)
-    require_room(directory.parent, len(source.order_E) * source.example_bytes, "the archives of examples", "data.cache_dir", DataError)
+    require_room(directory.parent, len(source.order_E) * source.example_bytes, "the archives of examples", "data.cache_dir",
+                 DataError)
     entries = _write(source, config, directory, num_writers)
     # its order of the examples
     del source
