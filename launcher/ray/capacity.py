@@ -61,7 +61,7 @@ class Capacity:
         from ray.autoscaler.v2.sdk import get_cluster_status
         wait_s = 0.0
         while not self._ended.wait(wait_s):
-            # not that of the head, and of other programs
+            # waiting for the head takes no processor
             began = time.thread_time()
             # the head may start again; `HeadWatch` reports that it is lost
             with contextlib.suppress(Exception):

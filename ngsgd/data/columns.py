@@ -104,8 +104,9 @@ class Selected(Column[Item]):
 
 
 class Spool(_Parts[Item]):
-    """Records, read once, in an unnamed file in the folder of temporary files (TMPDIR); `decode`
-    makes items of them when they are read.
+    """Records, read once, in an unnamed file in the folder of temporary files (TMPDIR).
+
+    `decode` makes items of them when they are read.
     """
 
     def __init__(self, records: Iterable[bytes], decode: Callable[[bytes], Item]) -> None:

@@ -65,6 +65,11 @@ def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
             else first.detach().clone() for name, first in states[0].items()}
 
 
+def is_statistic(name: str) -> bool:
+    """Whether an entry of a state dict is a statistic of the data, as in batch normalization."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
 def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: Sequence[float]) -> Tensor:
     tensors = [state[name].detach() for state in states.values()]
     mean = f"{name.removesuffix('running_var')}running_mean" if name.rpartition(".")[2] == "running_var" else name

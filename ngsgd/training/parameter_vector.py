@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ngsgd.ops.averaging import is_statistic
+
 Vector = npt.NDArray[np.float32]
 # (slice of the model, slice of a shorter vector that holds it)
 Pieces = tuple[tuple[slice, slice], ...]
@@ -94,7 +96,7 @@ class FlatLayout:
 
     def statistics(self) -> tuple[slice, ...]:
         """Entries that hold statistics of the data, such as those of batch normalization."""
-        return tuple(self.part(name) for name in self.names if name.rpartition(".")[2] in ("running_mean", "running_var"))
+        return tuple(self.part(name) for name in self.names if is_statistic(name))
 
     def mean_and_variance(self) -> tuple[tuple[slice, slice], ...]:
         """(running_mean, running_var) of each normalization layer."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ngsgd.errors import ConfigError
-from ngsgd.ops.averaging import DTYPES_WITH_MEAN
+from ngsgd.ops.averaging import DTYPES_WITH_MEAN, is_statistic
 from ngsgd.ops.tensors import refuse_sharded
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -216,8 +216,7 @@ def num_not_finite(one: Exchanged) -> int:
     """Return the number of NaN, and in statistics of normalization layers also of infinities."""
     values = values_of(one.tensor, one.precision)
     # infinities of other buffers are legitimate, as in masks
-    is_statistic = one.name.rpartition(".")[2] in ("running_mean", "running_var")
-    return int((values.isfinite().logical_not() if is_statistic else values.isnan()).sum())
+    return int((values.isfinite().logical_not() if is_statistic(one.name) else values.isnan()).sum())
 
 
 def means_of_variances(tensors: Sequence[Exchanged]) -> dict[str, Exchanged]:

@@ -209,9 +209,11 @@ def _positions(edge: _Edge) -> int | None:
         if not equal:
             if inputs and all(child[0].name() == _LEAF for child in inputs) and len(shape) < 1:
                 return 0
-            if inputs and (name.startswith("Pdist") or (name.startswith(_SELECTIONS) and _has_pairs(inputs[0][0]))):
-                # pairs of rows
+            # of pairs, each row counts once
+            if inputs and name.startswith("Pdist"):
                 return _shape(inputs[0])[0]
+            if inputs and name.startswith(_SELECTIONS) and _has_pairs(inputs[0][0]):
+                return _positions(inputs[0])
             break
         edge = data[0] if data else equal[0]
     return size if len(shape) < 2 else shape[0] if math.prod(shape[2:]) == 1 else None

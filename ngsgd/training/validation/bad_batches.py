@@ -6,13 +6,14 @@ computed only if there is such a minibatch, from the deterministic order of the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ngsgd.ops.averaging import is_statistic
 from ngsgd.training.job import BadBatch, WorkItem
 from ngsgd.training.task import Batch, Task, map_tensors
 
@@ -23,6 +24,14 @@ _MOST_SHOWN = 5
 INPUT, LOSS, GRADIENT = "an input is not finite", "the loss is not finite", "the gradient is not finite"
 
 
+@dataclass
+class _Buffer:
+    now: Tensor
+    kept: Tensor
+    # before the minibatch; None: torch counts none where it changes running statistics
+    version: int | None
+
+
 class Statistics:
     """Buffers that a model changes while it trains, such as those of batch normalization.
 
@@ -30,25 +39,19 @@ class Statistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        # torch counts no version when it changes these
-        self._is_running = [name.rpartition(".")[2] in ("running_mean", "running_var") for name in buffers]
-        self._buffers = list(buffers.values())
-        self._kept = [buffer.clone() for buffer in self._buffers]
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._buffers = [_Buffer(buffer, buffer.clone(), None if is_statistic(name) else buffer._version)
+                         for name, buffer in model.named_buffers() if buffer.is_floating_point()]
 
     @torch.no_grad()
     def settle(self, loss: Tensor, update: Tensor | None) -> None:
         """Restore the buffers if the loss is not finite, or the update is NaN: it was skipped."""
-        versions = zip(self._buffers, self._versions, strict=True)
-        is_changed = [is_running or buffer._version != version
-                      for is_running, (buffer, version) in zip(self._is_running, versions, strict=True)]
-        if any(is_changed):
+        changed = [one for one in self._buffers if one.version is None or one.version != one.now._version]
+        if changed:
             is_good = loss.isfinite() if update is None else loss.isfinite() & ~update.isnan()
-            for buffer, kept in itertools.compress(zip(self._buffers, self._kept, strict=True), is_changed):
-                torch.where(is_good, buffer, kept, out=kept)
-                buffer.copy_(kept)
-            self._versions = [buffer._version for buffer in self._buffers]
+            for one in changed:
+                torch.where(is_good, one.now, one.kept, out=one.kept)
+                one.now.copy_(one.kept)
+                one.version = None if one.version is None else one.now._version
 
 
 def named(task: Task, model: nn.Module, bad: dict[int, str], places: Sequence[tuple[WorkItem, int]],

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.ops.averaging import is_statistic
 from ngsgd.training.job import JobResult
 from ngsgd.training.parameter_vector import FlatLayout
 
@@ -75,7 +76,7 @@ def impossible(result: JobResult, layout: FlatLayout) -> str:
     if result.job.send != (0, 1):
         return ""
     # whether the initial parameters are lost (zeros) or reversed (flipped signs)
-    is_trained_E = np.array([not _is_statistic(name) for name in names])
+    is_trained_E = np.array([not is_statistic(name) for name in names])
     squares = float(np.sum(deltas.starts_E[is_trained_E] ** 2))
     if squares <= 0.0:
         return ""
@@ -130,7 +131,7 @@ class _Table:
     @classmethod
     def of(cls, results: Sequence[JobResult], layout: FlatLayout) -> _Table:
         entries = [layout.name_at(target.start) for target, _ in layout.fragment(*results[0].job.send)]
-        layers = [(_STATISTICS if _is_statistic(name) else "") + (name.rpartition(".")[0] or name) for name in entries]
+        layers = [(_STATISTICS if is_statistic(name) else "") + (name.rpartition(".")[0] or name) for name in entries]
         names = list(dict.fromkeys(layers))
         members = [[not layer.startswith(_STATISTICS) for layer in layers],
                    *([layer == name for layer in layers] for name in names)]
@@ -175,7 +176,3 @@ class _Table:
         norms = self.norms_JB[others]
         expected: _Array = np.maximum(np.maximum(norms, _SMALL_LAYER * norms[:, :1]) * longer, _TINY)
         return expected
-
-
-def _is_statistic(name: str) -> bool:
-    return name.rpartition(".")[2] in ("running_mean", "running_var")
