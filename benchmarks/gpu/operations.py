@@ -164,6 +164,7 @@ HOST_ONLY = (
     "averaging.pool_variances",
     "averaging.mean_of_chunk",
     "averaging.shares_of",
+    "averaging.is_statistic",
     "compression",
     "tensors",
     "second_derivatives",

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _give(words: list[str], folder: Path) -> None:
     with contextlib.chdir(folder):
         if words[0] == "python":
-            runpy.run_path(str(ROOT / words[1]))["main"](*words[2:])
+            with mock.patch.object(sys, "argv", words[1:]):
+                runpy.run_path(str(ROOT / words[1]), run_name="__main__")
             return
         arguments = words[1:]
         if words[1] == "train":
