@@ -6,6 +6,7 @@
     python -m benchmarks.paper controls an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper many-jobs an4-relu --source AN4 --jobs 1 16 32 --seeds 0 1 2 3 4
     python -m benchmarks.paper compression an4-relu --source AN4 --jobs 8
+    python -m benchmarks.paper frontier --source AN4 --jobs 16 --frames 8192 2048 512
     python -m benchmarks.paper clock an4-relu --source AN4
     python -m benchmarks.paper report [--page benchmarks/paper/RESULTS.md]
 
@@ -16,7 +17,8 @@ loss of averaging over many jobs. `periods` tries other numbers of frames betwee
 `controls` synchronous baselines on as many machines: gradients summed at every step, and one of the
 jobs alone. `many-jobs` gives every optimizer and outer optimizer its own learning rate for that
 number of jobs. `compression` runs natural gradient with compressed deltas at the rates of
-`many-jobs`. `clock` measures, on an idle machine, the time of one job of an outer iteration on a
+`many-jobs`. `frontier` compares lines by the number of synchronizations
+(benchmarks/paper/frontier.py). `clock` measures, on an idle machine, the time of one job of an outer iteration on a
 dedicated core.  `report` draws the figures with that clock, as the paper did, and writes the tables
 into the page.
 """
@@ -28,9 +30,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.paper import clock, many_jobs, report
+from benchmarks.paper import clock, frontier, many_jobs, report
 from benchmarks.paper.cells import (
     CONTROLS,
+    FRONTIER,
     JOBS,
     MATRIX_METHODS,
     MATRIX_OUTERS,
@@ -52,6 +55,10 @@ def main() -> None:
     options = _options()
     if options.command == "report":
         report.write(options.page)
+        return
+    if options.command == "frontier":
+        for frames, num_jobs in itertools.product(options.frames, options.jobs):
+            frontier.measure(options.lines, num_jobs, frames, options.work, options.source)
         return
     methods = tuple(options.methods)
     if options.command == "clock":
@@ -110,6 +117,13 @@ def _options() -> argparse.Namespace:
         one.add_argument("--outers", nargs="+", choices=list(OUTERS), default=list(MATRIX_OUTERS))
         one.add_argument("--jobs", type=int, nargs="+", default=list(JOBS))
         one.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    one = commands.add_parser("frontier")
+    one.add_argument("--source", required=True, help="folder of AN4")
+    one.add_argument("--work", type=Path, default=Path("runs/paper").resolve(), help="prepared data and MLflow's store")
+    one.add_argument("--lines", nargs="+", choices=list(FRONTIER), metavar="LINE", default=list(FRONTIER),
+                     help=f"of {', '.join(FRONTIER)}")
+    one.add_argument("--jobs", type=int, nargs="+", default=[16])
+    one.add_argument("--frames", type=int, nargs="+", default=list(frontier.PERIODS), help="of a job between two averagings")
     commands.add_parser("report").add_argument("--page", type=Path, default=Path("benchmarks/paper/RESULTS.md"))
     return parser.parse_args()
 

@@ -138,7 +138,26 @@ CONTROLS: dict[str, Variant] = {
     "one of the jobs alone": lambda task, num_jobs: ["outer=average", "cluster.num_workers=1",
                                                      f"schedule.num_epochs={TASKS[task].epochs / num_jobs:g}"],
 }
-VARIANTS = {**REMEDIES, **PERIODS, **CONTROLS, **COMPRESSED}
+
+
+def _outer_at(outer: str, frames: int) -> Variant:
+    return lambda task, num_jobs: [*OUTERS[outer], f"egs.samples_per_iter={frames}"]
+
+
+# lines of the communication frontier: optimizer, outer optimizer, first rate of the sweep
+DILOCO = "DiLoCo"
+FRONTIER = {
+    DILOCO: ("adamw-plain", "diloco", 0.0005),
+    "MuLoCo": ("muon-plain", "diloco", 0.008),
+    "Muon + average": ("muon-plain", "average", 0.008),
+    "NG-SGD + nesterov 0.5": ("online-ng", "nesterov 0.5", 0.004),
+    "NG-SGD + sqrt-gain": ("online-ng", "sqrt-gain", 0.002),
+    "NG-SGD + average": ("online-ng", "average", 0.002),
+}
+PERIOD_OUTERS = {(outer, frames): f"{outer}, averaged every {frames} frames"
+                 for _, outer, _ in FRONTIER.values() for frames in (128, 512, 2048, 8192)}
+VARIANTS = {**REMEDIES, **PERIODS, **CONTROLS, **COMPRESSED,
+            **{name: _outer_at(*setting) for setting, name in PERIOD_OUTERS.items()}}
 
 
 @dataclass(frozen=True)

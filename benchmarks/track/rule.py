@@ -55,18 +55,18 @@ def p_value(z: float) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2.0))
 
 
-def sweep(rate: float, loss_at: Callable[[float], float]) -> float:
+def sweep(rate: float, loss_at: Callable[[float], float], max_runs: int = MAX_SWEEP_RUNS) -> float:
     """Return the best learning rate; `loss_at` trains with a rate and returns its loss."""
     losses = {k: loss_at(rate * 2.0 ** k) for k in (-1.0, 0.0, 1.0)}
 
     def best() -> float:
         return min(losses, key=losses.__getitem__)
 
-    while len(losses) < MAX_SWEEP_RUNS and best() in (min(losses), max(losses)):
+    while len(losses) < max_runs and best() in (min(losses), max(losses)):
         k = best() + (1.0 if best() == max(losses) else -1.0)
         losses[k] = loss_at(rate * 2.0 ** k)
     for k in (best() - 0.5, best() + 0.5):
-        if len(losses) < MAX_SWEEP_RUNS:
+        if len(losses) < max_runs:
             losses[k] = loss_at(rate * 2.0 ** k)
     return float(rate * 2.0 ** best())
 
