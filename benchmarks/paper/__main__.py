@@ -1,12 +1,12 @@
 """The paper's Figure 1 and Table 2, and extensions.
 
-    python -m benchmarks.paper run an4-relu --source AN4 [--jobs 1 4 16] [--methods sgd online-ng] [--outers average sqrt-gain]
+    python -m benchmarks.paper run an4-relu --source AN4 [--jobs 1 4 16] [--methods sgd online-ng]
     python -m benchmarks.paper remedies an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper periods an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper controls an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper many-jobs an4-relu --source AN4 --jobs 1 16 32 --seeds 0 1 2 3 4
     python -m benchmarks.paper compression an4-relu --source AN4 --jobs 8
-    python -m benchmarks.paper frontier --source AN4 --jobs 16 --frames 8192 2048 512
+    python -m benchmarks.paper frontier --source AN4 --jobs 16
     python -m benchmarks.paper clock an4-relu --source AN4
     python -m benchmarks.paper report [--page benchmarks/paper/RESULTS.md]
 
@@ -17,10 +17,9 @@ loss of averaging over many jobs. `periods` tries other numbers of frames betwee
 `controls` synchronous baselines on as many machines: gradients summed at every step, and one of the
 jobs alone. `many-jobs` gives every optimizer and outer optimizer its own learning rate for that
 number of jobs. `compression` runs natural gradient with compressed deltas at the rates of
-`many-jobs`. `frontier` compares lines by the number of synchronizations
-(benchmarks/paper/frontier.py). `clock` measures, on an idle machine, the time of one job of an outer iteration on a
-dedicated core.  `report` draws the figures with that clock, as the paper did, and writes the tables
-into the page.
+`many-jobs`. `frontier` compares lines by the number of synchronizations (frontier.py). `clock`
+measures, on an idle machine, the time of one job of an outer iteration on a dedicated core.
+`report` draws the figures with that clock, as the paper did, and writes the tables into the page.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 The rule was written before any run of the table. All lines see the same frames of `an4-relu` with
 the same schedule, whose rate decays to a tenth. A line is an optimizer and an outer optimizer, as
-their authors use them. For each number of jobs and each number of frames between two averagings it
-has a learning rate of its own: the best by validation objective of seed 0 in the sweep of
-benchmarks/track/rule.py, with equally many runs for all. SEEDS are other seeds; the table has these
-alone. p is that of Welch's test of the validation objectives against DiLoCo with as many jobs and
-synchronizations. The baseline is the best mean of any single job of the optimizer track.
+their authors use them. Each number of jobs and of frames between two averagings has a learning
+rate, the best by validation objective of seed 0. The sweep is that of benchmarks/track/rule.py,
+with equally many runs for all. SEEDS are other seeds; the table has these alone. p is that of
+Welch's test of the validation objectives against DiLoCo with as many jobs and synchronizations. The
+baseline is the best mean of any single job of the optimizer track.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rate_of(line: str, num_jobs: int, frames: int, line_of: Callable[[Cell], Lin
 
 
 def measure(lines: list[str], num_jobs: int, frames: int, work: Path, source: str) -> None:
-    """Run what is missing of these lines: the sweep, then the seeds."""
+    """Run the sweep of these lines, then the seeds, without the runs that are stored."""
     def trained(cell: Cell) -> Line:
         run_all([cell], work, source)
         return many_jobs.stored(TASK)(cell)
@@ -74,7 +74,7 @@ def points(num_jobs: int) -> Iterator[tuple[int, dict[str, tuple[float, list[Lin
 
 
 def best_single_job() -> float:
-    """Return the best mean validation objective of an entry and a length of the track, with all seeds."""
+    """Return the best mean validation objective of the track, of all entries and lengths."""
     losses = Results("an4").losses
     means = []
     for entry in ENTRIES:

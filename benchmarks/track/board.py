@@ -31,6 +31,8 @@ class Standing:
     rate: float
     # the shortest length that counts; None: none does
     steps: int | None
+    # of that length, else the one with the best mean
+    shown_steps: int
     losses: tuple[float, ...]
     z: float
     num_runs: int
@@ -53,9 +55,15 @@ def standing(name: str, entry: Entry, results: Results) -> Standing | None:
         steps = rule.shortest(lambda steps: rule.counts(lambda seed: loss(rate, steps, seed), task.target, task.sigma))
     except _MissingRunError:
         return None
-    shown = steps or rule.LENGTHS[-1]
-    losses = tuple(loss(rate, shown, seed) for seed in range(1, (rule.NUM_SEEDS if steps else rule.MIN_SEEDS) + 1))
-    return Standing(rate, steps, losses, rule.z_of(losses, task.target, task.sigma), len(used))
+    by_length = {length: _losses(entry, rate, length, results) for length in rule.LENGTHS}
+    tried = {length: losses for length, losses in by_length.items() if len(losses) >= rule.MIN_SEEDS}
+    shown = steps or min(tried, key=lambda length: statistics.fmean(tried[length]))
+    return Standing(rate, steps, shown, tried[shown], rule.z_of(tried[shown], task.target, task.sigma), len(used))
+
+
+def _losses(entry: Entry, rate: float, steps: int, results: Results) -> tuple[float, ...]:
+    keys = (key_of(entry, rate, steps, seed) for seed in range(1, rule.NUM_SEEDS + 1))
+    return tuple(results.losses[key] for key in keys if key in results.losses)
 
 
 def write(page: Path) -> None:
@@ -109,13 +117,13 @@ def _frames(steps: int) -> str:
 
 
 def _table(name: str, found: dict[str, Standing | None]) -> str:
-    """Learning rate, seeds and probability of each entry of a task."""
-    rows = ["| entry | schedule | rate | minibatches | seeds | validation loss | p | runs |", "|---" * 8 + "|"]
+    """Learning rate, seeds, z and its probability of each entry of a task."""
+    rows = ["| entry | schedule | rate | minibatches | seeds | validation loss | z | p | runs |", "|---" * 9 + "|"]
     shown = [(entry, one) for entry in ENTRIES if (one := found[entry.name]) is not None]
     for entry, one in sorted(shown, key=lambda pair: pair[1].steps or math.inf):
         mean = statistics.fmean(one.losses)
         spread = f"{mean:.4f} ({min(one.losses):.4f} to {max(one.losses):.4f})" if math.isfinite(mean) else "diverged"
-        steps = f"{one.steps}" if one.steps else f"none to {rule.LENGTHS[-1]}"
-        rows.append(f"| {entry.name} | {entry.schedule} | {one.rate:.3g} | {steps} | {len(one.losses)} | {spread} | "
+        steps = f"{one.steps}" if one.steps else f"none; best: {one.shown_steps}"
+        rows.append(f"| {entry.name} | {entry.schedule} | {one.rate:.3g} | {steps} | {len(one.losses)} | {spread} | {one.z:.2f} | "
                     f"{rule.p_value(one.z):.1g} | {one.num_runs} |")
     return "\n".join(rows)

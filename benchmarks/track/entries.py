@@ -29,6 +29,8 @@ ENTRIES = (
     Entry("ngsgd-momentum", ("optimizer=ngsgd", "optimizer.momentum=0.9"), 0.004, about="momentum after the estimates"),
     Entry("ngsgd-unlimited", ("optimizer=ngsgd", *UNLIMITED), 0.002, about="no update-norm limits"),
     Entry("ngsgd-alpha-1", ("optimizer=ngsgd", "optimizer.alpha=1"), 0.004, about="less smoothing"),
+    Entry("ngsgd-alpha-25", ("optimizer=ngsgd", "optimizer.alpha=0.25"), 0.004, about="smoothing alpha 0.25"),
+    Entry("ngsgd-alpha-6", ("optimizer=ngsgd", "optimizer.alpha=0.0625"), 0.004, about="smoothing alpha 0.0625"),
     Entry("ngsgd-rank", ("optimizer=ngsgd", "optimizer.rank_in=80", "optimizer.rank_out=120"), 0.004, about="ranks 80 and 120"),
     Entry("ngsgd-average", ("optimizer=ngsgd",), 0.008, schedule="linear", tail=0.2, about="average of the last fifth"),
     Entry("orthogonal-momentum", ("variant.momentum=0.9", "variant.estimates=none", "variant.length=orthogonal"), 0.01,
