@@ -123,6 +123,7 @@ WORDS = {
     "--lexicon FILE": (Path, "pronunciations in the phones of the model"),
     "--words FILE": (Path, "vocabulary, one word per line"),
     "--grammar FILE": (Path, "grammar in a subset of JSGF, instead of a language model"),
+    "--hotwords FILE": (Path, "phrases to prefer, one per line, each with a bonus in nats (:3) or 3 per word"),
     "--scale X": (float, "acoustic scale (default: that of the model)"),
     "--penalty X": (float, "cost per word (default: that of the model)")}
 
@@ -137,6 +138,6 @@ def words_of(options: argparse.Namespace) -> dict[str, Any]:
     from ngsgd.asr.lang.vocabulary import Vocabulary, weight_problems
     if problems := [f"--{name} {text}" for name, text in weight_problems(options.scale, options.penalty)]:
         raise ConfigError(problems)
-    return {"words": Vocabulary(options.lexicon, options.words, options.lm, options.grammar),
+    return {"words": Vocabulary(options.lexicon, options.words, options.lm, options.grammar, options.hotwords),
             "scale": options.scale, "penalty": options.penalty,
             "report": lambda line: print(printable(line), file=sys.stderr)}

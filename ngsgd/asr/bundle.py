@@ -6,7 +6,8 @@ content is never executed or unpickled. The index lists every other file with it
     recognizer.json                    language, feature and decoding settings, provenance, digests
     model.json, model.safetensors      the network, its input and the priors of its classes
     input_transform.safetensors, ivectors.safetensors, adaptation.safetensors, lm.arpa, HCLG.fst,
-    tree.txt, grammar.jsgf             optional
+    tree.txt, grammar.jsgf,
+    hotwords.txt                       optional
 
 Letters: T frames, D features, P pdfs.
 """
@@ -41,6 +42,7 @@ from ngsgd.asr.features import cmvn
 from ngsgd.asr.ivectors import model as ivector_model
 from ngsgd.asr.lang import graphs, vocabulary
 from ngsgd.asr.lang import topology as topologies
+from ngsgd.asr.lang.hotwords import HOTWORDS
 from ngsgd.asr.lang.language import GRAMMAR, Language
 from ngsgd.config import DecodeConfig, FeatureConfig, RunConfig, build, check_values
 from ngsgd.config.build import with_defaults
@@ -56,7 +58,7 @@ TRANSFORM, IVECTORS = "input_transform.safetensors", "ivectors.safetensors"
 ADAPTATION = "adaptation.safetensors"
 # files that a model may consist of
 MODEL_FILES = ("model.json", "model.safetensors", TRANSFORM, IVECTORS, ADAPTATION)
-LANGUAGE_FILES = ("lm.arpa", "HCLG.fst", "tree.txt", GRAMMAR)
+LANGUAGE_FILES = ("lm.arpa", "HCLG.fst", "tree.txt", GRAMMAR, HOTWORDS)
 AGAIN = "copy it again, or recreate it with: ngsgd export --format bundle RUN FILE"
 _MAX_BYTES = 1 << 34
 _UNCALIBRATED = Calibration()
@@ -250,7 +252,8 @@ class Bundle:
         """Return the model with other words over the same phones, or other decoding weights.
 
         Args:
-            words: lexicon, word list, language model or grammar that replace those of the model.
+            words: lexicon, word list, language model, grammar or hotwords that replace those of the
+                model.
             scale: acoustic scale; None keeps that of the model.
             penalty: cost per word; None keeps that of the model.
             report: receives lines about words that the language model lacks, and about numbers in a
@@ -391,8 +394,9 @@ def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
         raise ValueError("a word has a pronunciation with phones that the model lacks")
     if given and not all(type(pdf) is int and 0 <= pdf < 1 << 24 for pdf in given.tid2pdf):
         raise ValueError("a transition of its graph has no HMM state")
-    if language.grammar and not set(language.grammar.words()) <= set(topology.lexicon):
-        raise ValueError("its grammar has words without a pronunciation")
+    for name, part in (("grammar has", language.grammar), ("hotwords have", language.hotwords)):
+        if part and not set(part.words()) <= set(topology.lexicon):
+            raise ValueError(f"its {name} words without a pronunciation")
     counts = language.word_counts
     if not isinstance(counts, dict) or not all(type(count) is int and count >= 0 for count in counts.values()):
         raise ValueError("its word counts are not a table of numbers from 0")

@@ -54,6 +54,8 @@ class Recognizer:
         words: file of the words to recognize, one per line. Default: those of the model.
         lexicon: file of pronunciations in the phones of the model. Default: those of the model.
         grammar: file of a grammar in a subset of JSGF, instead of a language model. Default: none.
+        hotwords: file of phrases to prefer, one per line, perhaps with a bonus in nats such as
+            `:6`, else 3 per word. Default: none.
         scale: acoustic scale. Default: that of the model.
         penalty: cost per word. Default: that of the model.
 
@@ -74,26 +76,26 @@ class Recognizer:
     @checks_arguments()
     def __init__(self, bundle: Bundle, *, lm: str | Path | None = None, words: str | Path | None = None,
                  lexicon: str | Path | None = None, grammar: str | Path | None = None,
-                 scale: float | None = None, penalty: float | None = None) -> None:
+                 hotwords: str | Path | None = None, scale: float | None = None, penalty: float | None = None) -> None:
         if bundle.features.kind == "given":
             raise DataError(f"{bundle.path} was trained on precomputed features (features.kind=given), so "
                             "it cannot process audio; train a model on recordings (features.kind=fbank or "
                             "mfcc).")
         if bundle.features.cmvn == "online":
             _ = bundle.statistics
-        files = (None if path is None else Path(path) for path in (lexicon, words, lm, grammar))
+        files = (None if path is None else Path(path) for path in (lexicon, words, lm, grammar, hotwords))
         self.bundle = bundle.with_words(Vocabulary(*files), scale=scale, penalty=penalty)
 
     @classmethod
     def load(cls, path: str | Path, *, trust: bool = False, lm: str | Path | None = None,
              words: str | Path | None = None, lexicon: str | Path | None = None, grammar: str | Path | None = None,
-             scale: float | None = None, penalty: float | None = None) -> Recognizer:
+             hotwords: str | Path | None = None, scale: float | None = None, penalty: float | None = None) -> Recognizer:
         """Read a model.
 
         Args:
             path: a run folder, its folder `final/`, or a file of `ngsgd export --format bundle`.
             trust: import the module of a custom network, which runs its code. Default: False.
-            lm, words, lexicon, grammar, scale, penalty: as for `Recognizer`.
+            lm, words, lexicon, grammar, hotwords, scale, penalty: as for `Recognizer`.
 
         Raises:
             ArgumentError: an argument has a wrong type or value.
@@ -102,7 +104,7 @@ class Recognizer:
             DataError: the model does not accept audio, or a file of words does not match it.
         """
         return cls(Bundle.load(path, trust=trust), lm=lm, words=words, lexicon=lexicon, grammar=grammar,
-                   scale=scale, penalty=penalty)
+                   hotwords=hotwords, scale=scale, penalty=penalty)
 
     @property
     def sample_rate_hz(self) -> int:

@@ -94,6 +94,8 @@ REGISTRY = [
     Table("filter", "YES => NO NO\nUH => \n", lambda folder: Rules.read(folder / "filter")),
     Table("lexicon.txt", "YES Y Y\nNO N N\n", lambda folder: lexicon.read(folder / "lexicon.txt", 1)),
     Table("words", "YES\nNO\n", lambda folder: vocabulary.of_model(tiny_recognizer.LANGUAGE, Vocabulary(words=folder / "words"))),
+    Table("hotwords", "YES NO :2\nNO NO\n", lambda folder: vocabulary.of_model(
+        tiny_recognizer.LANGUAGE, Vocabulary(hotwords=folder / "hotwords"))),
     Table("sentences", "YES YES\nNO NO\n", _lm_text),
     Table("rules", "<a> = YES\n| NO NO;\n", lambda folder: grammar.read(folder / "rules").rules),
     Table("lm", ARPA, lambda folder: arpa.read(folder / "lm", ["YES", "NO"], print), line=6),
@@ -253,7 +255,7 @@ def test_a_table_is_in_the_registry_for_every_call_of_the_reader() -> None:
         "asr/corpora/alignments.py": 2, "asr/corpora/an4.py": 2, "asr/corpora/corpus.py": 1, "asr/corpora/data_dir.py": 7,
         "asr/corpora/kaldi_dirs.py": 1, "asr/corpora/manifests.py": 1, "asr/decode/scoring.py": 1,
         "asr/kaldi_io/tables.py": 2, "asr/lang/arpa.py": 1,
-        "asr/lang/grammar.py": 1, "asr/lang/lexicon.py": 1, "asr/lang/vocabulary.py": 1}
+        "asr/lang/grammar.py": 1, "asr/lang/lexicon.py": 1, "asr/lang/vocabulary.py": 2}
 
 
 def test_the_table_of_numbers_has_arrays(tmp_path: Path) -> None:

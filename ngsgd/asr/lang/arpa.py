@@ -22,6 +22,7 @@ from ngsgd.asr.lang import lexicon, openfst
 from ngsgd.errors import DataError
 
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
+_NO_WORDS = (BEGIN, END, UNKNOWN)
 _MAX_ORDER = 20
 _SECTION = re.compile(r"\\(\d{1,9})-grams:", re.ASCII)
 _COUNT = re.compile(r"ngram\s+(\d{1,9})\s*=\s*(\d{1,18})", re.ASCII)
@@ -70,6 +71,23 @@ def words(text: str) -> set[str]:
     for _ in reader.grams(text):
         pass
     return reader.unigrams - {BEGIN, END}
+
+
+def with_words(text: str, added: Iterable[str]) -> str:
+    """Return the model with the probability of its rarest word for each word that it lacks."""
+    if not (missing := sorted({*added} - words(text))):
+        return text
+    entries = [*Reader().grams(text)]
+    rarest = min((gram.log_prob for _, gram in entries if gram and len(gram.words) == 1 and gram.words[0] not in _NO_WORDS),
+                 key=float)
+    changed = []
+    for line, gram in entries:
+        section, count = (None, None) if gram else (_SECTION.fullmatch(line), _COUNT.fullmatch(line))
+        is_count = count and int(count[1]) == 1
+        changed.append(f"ngram 1={int(count[2]) + len(missing)}" if count and is_count else line)
+        if section and int(section[1]) == 1:
+            changed += [f"{rarest}\t{word}" for word in missing]
+    return "\n".join([*changed, ""])
 
 
 class Reader:

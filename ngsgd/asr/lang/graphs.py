@@ -60,6 +60,8 @@ def build(language: Language, *, silence_prob: float) -> Graph:
         for label in range(1, len(topology.words) + 1):
             _add(grammar, Arc(grammar.start, end, label, label, math.log(len(topology.words))))
         grammar.set_final(end, 0.0)
+    if language.hotwords:
+        grammar = language.hotwords.apply(grammar, topology.word_labels)
     kaldifst = openfst.toolkit()
     # the tools crash without any path
     kept = grammar.copy()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.asr.lang import grammar as grammars
+from ngsgd.asr.lang import hotwords as phrases
 from ngsgd.asr.lang.context_tree import ContextTree
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Topology
 
@@ -37,6 +38,7 @@ class Language:
     # of the training transcripts, for homophones; empty if unknown
     word_counts: Mapping[str, int] = field(default_factory=dict)
     grammar: grammars.Grammar | None = None  # replaces the language model
+    hotwords: phrases.Hotwords | None = None
 
     @property
     def num_pdfs(self) -> int:
@@ -79,6 +81,7 @@ class Language:
         found = {"lm.arpa": self.arpa.encode()} if self.arpa else {}
         found |= {"tree.txt": self.tree.to_text().encode()} if self.tree else {}
         found |= {GRAMMAR: self.grammar.text.encode()} if self.grammar else {}
+        found |= {phrases.HOTWORDS: self.hotwords.to_text().encode()} if self.hotwords else {}
         return found | ({"HCLG.fst": self.given.hclg} if self.given else {})
 
     @staticmethod
@@ -86,5 +89,7 @@ class Language:
         given = tree["given"] and GivenGraph(files["HCLG.fst"], tuple(tree["given"]["words"]), tuple(tree["given"]["tid2pdf"]))
         context = ContextTree.from_text(files["tree.txt"].decode()) if "tree.txt" in files else None
         rules = grammars.parse(files[GRAMMAR].decode(), Path(GRAMMAR)) if GRAMMAR in files else None
+        preferred = [(phrases.HOTWORDS, line) for line in files.get(phrases.HOTWORDS, b"").decode().split("\n") if line]
+        hotwords = phrases.parse(preferred, phrases.HOTWORDS) if preferred else None
         return Language(Topology.from_json(tree["topology"]), files.get("lm.arpa", b"").decode(),
-                        tree["is_one_word"], given, context, tree["word_counts"], rules)
+                        tree["is_one_word"], given, context, tree["word_counts"], rules, hotwords)

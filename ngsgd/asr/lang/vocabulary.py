@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.asr.kaldi_io import lines
-from ngsgd.asr.lang import arpa, grammar, lexicon
+from ngsgd.asr.lang import arpa, grammar, hotwords, lexicon
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import ConfigError, DataError, warn
@@ -21,12 +21,13 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Files that replace the words of a model: a word on each line, an n-gram model."""
+    """Files that replace the words of a model: a word on each line, an n-gram model, phrases."""
 
     lexicon: Path | None = None
     words: Path | None = None
     arpa: Path | None = None
     grammar: Path | None = None
+    hotwords: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,22 @@ def of_model(language: Language, vocabulary: Vocabulary, report: Callable[[str],
         topology = replace(topology, lexicon={word: topology.lexicon[word] for word in wanted})
     if rules and vocabulary.words:
         _require_pronunciations(rules.words(), topology.lexicon, f"{rules.path}")
-    # words of the language model that are not in the lexicon are omitted
-    text = arpa.read(vocabulary.arpa, topology.words, report) if vocabulary.arpa else language.arpa
+    preferred = hotwords.parse([*lines.read(vocabulary.hotwords)], f"{vocabulary.hotwords}") if vocabulary.hotwords \
+        else language.hotwords
+    phrases = preferred.words() if preferred else ()
+    _require_pronunciations(phrases, topology.lexicon, f"{vocabulary.hotwords or hotwords.HOTWORDS}")
+    if rules and (outside := sorted({*phrases} - {*rules.words()})):
+        raise DataError(f"the grammar {rules.path} has no {lexicon.listed(outside)} of the hotwords; add them to it.")
+    # Words of the language model that are not in the lexicon are omitted. It gets the hotwords that
+    # it lacks.
+    others = [word for word in topology.words if word not in phrases] or topology.words
+    text = arpa.read(vocabulary.arpa, others, report) if vocabulary.arpa else language.arpa
     if text and not (vocabulary.arpa or rules):
-        lexicon.require_shared(topology.words, arpa.words(text), "the language model of the model", report)
+        lexicon.require_shared(others, arpa.words(text), "the language model of the model", report)
+    text = arpa.with_words(text, phrases) if text and not rules else text
     one_word = language.is_one_word and not text
-    return Language(topology, text, one_word, tree=language.tree, word_counts=language.word_counts, grammar=rules)
+    return Language(topology, text, one_word, tree=language.tree, word_counts=language.word_counts, grammar=rules,
+                    hotwords=preferred)
 
 
 def pronunciations(topology: Topology, path: Path, report: Callable[[str], None] = warn) -> dict[str, tuple[Pronunciation, ...]]:

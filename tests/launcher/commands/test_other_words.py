@@ -19,8 +19,9 @@ SAID = ["YES", "NO", "YES"]
 ARPA = "\\data\\\nngram 1=4\n\n\\1-grams:\n0 YES\n-90 NO\n-99 <s>\n0 </s>\n\n\\end\\\n"
 # option -> content of its file, and the words that are then recognized
 FILES = {"grammar": ("<a> = YES NO;", ["YES", "NO"]), "words": ("YES\n", ["YES"] * 3),
-         "lexicon": ("ja Y\nnee N\n", ["ja", "nee", "ja"]), "lm": (ARPA, ["YES"] * 3)}
-WRONG = {"grammar": "<a> = MAYBE;", "words": "MAYBE\n", "lexicon": "MAYBE M\n", "lm": "no model\n"}
+         "lexicon": ("ja Y\nnee N\n", ["ja", "nee", "ja"]), "lm": (ARPA, ["YES"] * 3),
+         "hotwords": ("YES NO YES YES :8\n", ["YES", "NO", "YES", "YES"])}
+WRONG = {"grammar": "<a> = MAYBE;", "words": "MAYBE\n", "lexicon": "MAYBE M\n", "lm": "no model\n", "hotwords": "MAYBE\n"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def commands(model: Path, audio: Path, folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("option", FILES)
-@pytest.mark.entry("Nc5", "a trained model and other words: `--lm`, `--words`, `--lexicon`, `--grammar`",
+@pytest.mark.entry("Nc5", "a trained model and other words: `--lm`, `--words`, `--lexicon`, `--grammar`, `--hotwords`",
                    "works", "`transcribe`, `export`, `decode --data` and `Recognizer` take the same files, with the same checks.")
 def test_every_way_to_recognize_takes_other_words(model: Path, audio: Path, tmp_path: Path, option: str,
                                                   command: Command) -> None:
@@ -99,7 +100,7 @@ def test_a_file_that_does_not_match_the_model_is_the_same_error_everywhere(
 
 @pytest.mark.parametrize(("name", "value"), [
     ("scale", 0.0), ("scale", -1.0), ("scale", float("nan")), ("scale", 1e9), ("scale", "0.1"), ("penalty", float("inf")),
-    ("penalty", -1e9), ("words", ["YES"]), ("lexicon", 3), ("lm", b"lm"), ("grammar", {"a": 1})])
+    ("penalty", -1e9), ("words", ["YES"]), ("lexicon", 3), ("lm", b"lm"), ("grammar", {"a": 1}), ("hotwords", ["YES"])])
 @pytest.mark.entry("Nc5")
 def test_wrong_values_are_one_error_that_names_the_option(model: Path, audio: Path, tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=name):
