@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ngsgd.asr.corpora.digits import TOPOLOGY
+from ngsgd.asr.decode import decoding
 from ngsgd.asr.lang import arpa, grammar, graphs, openfst, vocabulary
 from ngsgd.asr.lang.hotwords import BONUS_PER_WORD, Hotwords
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import DataError
+from tests.asr import test_context
 from tests.asr.decode.test_decoding import spell, words_of
 from tests.asr.test_vocabulary import ARPA, DIGITS, PAIRS, write
 
@@ -82,6 +86,29 @@ def test_a_hotword_is_recognized_where_the_evidence_is_weak(tmp_path: Path) -> N
     found = [(recognized(plain, ["two"], noise), recognized(hot, ["two"], noise)) for noise in (0.02, 0.05, 0.1, 0.2, 1.0)]
     assert all(hotter == ["two"] for one, hotter in found if one == ["two"])
     assert any(one != hotter == ["two"] for one, hotter in found)
+
+
+@pytest.mark.parametrize(("width", "silence_prob"), [(0, 0.0), (0, 0.5), (2, 0.5), (3, 0.5)])
+def test_a_decoding_graph_costs_less_by_the_bonus(width: int, silence_prob: float) -> None:
+    """With untied and tied states; the phrase also begins where it does not end."""
+    plain = test_context.language(width) if width else Language(replace(test_context.language().topology))
+    pdf_T = np.random.default_rng(width).integers(0, plain.num_pdfs, 60)
+    loglik_TP = np.full((60, plain.num_pdfs), -8.0, np.float32)
+    loglik_TP[np.arange(60), pdf_T] = 0.0
+    search = decoding.Search(1.0, 1000.0, 100_000)
+    before = decoding.best_path(graphs.build(plain, silence_prob=silence_prob), loglik_TP, search)
+    assert len(before.words) > 3
+    phrase = before.words[1:3]
+    bonuses = {phrase: 2.5, (*phrase, "c", "c"): 1.0, before.words[:1]: 0.5}
+    hot = replace(plain, hotwords=Hotwords(bonuses))
+    after = decoding.best_path(graphs.build(hot, silence_prob=silence_prob), loglik_TP, search)
+
+    def bonus(words: tuple[str, ...]) -> float:
+        return sum(bonuses[one] for at in range(len(words)) for one in bonuses if words[at:at + len(one)] == one)
+    # the plain best path is one of those that the other graph has chosen from
+    assert after.cost <= before.cost - bonus(before.words) + 1e-2
+    assert after.cost >= before.cost - bonus(after.words) - 1e-2
+    assert bonus(before.words) >= 3.0
 
 
 def test_a_language_model_gets_the_hotwords_that_it_lacks(tmp_path: Path) -> None:
