@@ -65,9 +65,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--trust": TRUST, "--allow-other-bits": OTHER_BITS,
         "--job-name NAME": "name of the job (default: ngsgd- and the time)",
         "--dry-run": "print the command or the file without submitting it", "--json": JSON,
-        **CONFIG})
-    parser.add_argument("--program", default="ngsgd", help="command on the cluster's machines, such as \"python -m "
-                             "ngsgd.launcher\" (default: %(default)s)")
+        **CONFIG, "--program PROGRAM": ("ngsgd", 'command on the machines of the cluster, such as "python -m ngsgd"')})
     parser.declare({"--follow -f": "print the log of the job until it ends",
                     "--working-dir DIR": "folder to upload, with a custom module"}, "Ray")
     jobs.add_arguments(parser)
