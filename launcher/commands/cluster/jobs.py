@@ -192,40 +192,32 @@ def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:
 
 
 def _stop_run(run: Path, timeout_s: float) -> int:
-    """Send SIGTERM to the coordinator, which finishes its outer iteration and saves."""
-    state = state_of(run)
-    process = state["process"]
-    if is_elsewhere(process) and stored_run.url_of(run):
-        return _stop_stored_run(run, timeout_s)
-    if not process_identity.is_alive(process):
+    """Ask the coordinator to finish its outer iteration, save and end: by SIGTERM or its bucket."""
+    state, url = state_of(run), stored_run.url_of(run)
+    process, where = state["process"], url or run
+    if is_elsewhere(process) and url:
+        stored_run.stop(run)
+        _wait_until(lambda: not stored_run.holder(run)[0], timeout_s,
+                    f"{url} was asked to stop after its outer iteration, and", 1.0)
+    elif not process_identity.is_alive(process):
         _refuse_unproved(run, state)
-        print(f"{run} {state['state']}")
+        print(f"{where} {state['state']}")
         return EXIT_OK
-    held = holder_of(RunFolder(run).lock)
-    # the lock of a run in object storage is its lease
-    if not stored_run.url_of(run) and (held is None or held.get("holder") != process):
-        raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
-                          "does not hold the lock of the run, and got no signal. If no process "
-                          "trains the run, remove process.json.")
-    try:
-        process_identity.send_signal(process, signal.SIGTERM)
-    except PermissionError as error:
-        raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; "
-                          "ask them to stop it.") from error
-    _wait_until(lambda: not process_identity.is_alive(process), timeout_s, f"process {process['process_id']} of {run}")
+    else:
+        held = holder_of(RunFolder(run).lock)
+        # the lock of a run in object storage is its lease
+        if not url and (held is None or held.get("holder") != process):
+            raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
+                              "does not hold the lock of the run, and got no signal. If no process "
+                              "trains the run, remove process.json.")
+        try:
+            process_identity.send_signal(process, signal.SIGTERM)
+        except PermissionError as error:
+            raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; "
+                              "ask them to stop it.") from error
+        _wait_until(lambda: not process_identity.is_alive(process), timeout_s, f"process {process['process_id']} of {run}")
     end = state_of(_current(run))
-    print(f"{run} {end['state']}" if end["state"] == "SUCCEEDED" else f"{run} {end['state']}; continue with: {end['resume']}")
-    return EXIT_OK
-
-
-def _stop_stored_run(run: Path, timeout_s: float) -> int:
-    """Ask the coordinator of a run in object storage to stop; it does after its outer iteration."""
-    url = stored_run.url_of(run)
-    stored_run.stop(run)
-    _wait_until(lambda: not stored_run.holder(run)[0], timeout_s,
-                f"{url} was asked to stop after its outer iteration, and", 1.0)
-    end = state_of(_current(run))
-    print(f"{url} {end['state']}; continue with: {end['resume']}")
+    print(f"{where} {end['state']}" if end["state"] == "SUCCEEDED" else f"{where} {end['state']}; continue with: {end['resume']}")
     return EXIT_OK
 
 
