@@ -18,6 +18,7 @@ from ngsgd.launcher.arguments import CONFIG, JSON, OTHER_BITS, TRUST, Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
+from ngsgd.launcher.screen import loading
 from ngsgd.object_storage.urls import is_url
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     if options.dry_run:
         print(same)
         return EXIT_OK
-    client = jobs.connect(server)
-    with told(server, name):
+    with loading(f"asking {server.address}"), told(server, name):
+        client = jobs.connect(server)
         job = jobs.submit(client, entrypoint=shlex.join(joined), submission_id=name, runtime_env=runtime)
     if options.json:
         print(json.dumps({"job": job, "address": server.address, "command": same}, indent=1))

@@ -75,6 +75,14 @@ def test_a_task_is_measured_as_it_is_trained(tmp_path: Path, monkeypatch: pytest
     assert settings_key(config) != settings_key(compose.compose(["schedule.minibatch_size=16"]))
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=" ".join)
+def test_the_measurement_is_announced(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.setattr("ngsgd.planning.probe.measure", lambda *_, **__: (MACHINE, WORKLOAD))
+    monkeypatch.setattr(plan, "spec_of", lambda *_: None)
+    waits = command("plan", f"output_dir={tmp_path}", "--seconds", "7", *flags).err.splitlines()
+    assert len(waits) == 2 and str(tmp_path) in waits[0] and "7 s" in waits[1]
+
+
 def test_json_is_all_that_stdout_gets(measured: list[RunConfig], command: Command) -> None:
     found = json.loads(command("plan", "--json", "--workers", "4,2,4").out)
     assert [row["workers"] for row in found["rows"]] == [2, 4]

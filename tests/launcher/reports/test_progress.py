@@ -82,6 +82,14 @@ def test_imports_of_a_command_are_shown_on_a_terminal_alone(capsys: pytest.Captu
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_wait_for_a_server_is_shown_in_logs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with loading("asking http://me:secret@head"):
+        (line,) = capsys.readouterr().err.splitlines()
+    assert "head" in line
+    assert "secret" not in line
+    assert capsys.readouterr() == ("", "")
+
+
 def test_no_color_leaves_no_color() -> None:
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", on_terminal(NO_COLOR="1"))
 
