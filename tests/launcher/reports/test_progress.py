@@ -103,6 +103,12 @@ def test_one_line_per_outer_iteration_has_everything() -> None:
     assert figures == ["12/40", "1.20/4", "-1.790", "-1.920", "61.2%", "0.0021", "2/2", "1m20s"]
 
 
+def test_a_narrow_line_keeps_the_epoch() -> None:
+    record = replace(outer_iteration(119, num_outer_iters=400), num_accepted=128, num_jobs=128, epoch=12.5, num_epochs=15.0)
+    line = iteration_line(record, width=80)
+    assert "epoch 12.50/15" in line and "jobs" not in line
+
+
 @pytest.mark.parametrize("record", EXTREMES)
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_lines_fit_into_the_width(record: OuterIterationRecord, width: int) -> None:
