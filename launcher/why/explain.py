@@ -178,8 +178,7 @@ def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fa
     last = max((line.job[0] for line in ledger if line.event == "planned"), default=-1)
     lines = [line for line in ledger if line.job[0] == last and line.event in ("rejected", "dropped", "quarantined", "rolled_back")]
     # diverging training does not change inputs
-    data = [fault for fault in faults if fault.kind == FailureKind.BAD_INPUT]
-    if data:
+    if data := [fault for fault in faults if fault.kind == FailureKind.BAD_INPUT]:
         return Fault(INTERRUPTED, data[0].cause, (*found.evidence, *data[0].evidence, *data[-1].evidence), data[0].workers)
     lost = {line.source for line in lines if line.event in ("dropped", "quarantined")}
     behind = [fault for fault in faults if any(one.source in lost for one in fault.evidence)]

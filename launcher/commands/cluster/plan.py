@@ -68,7 +68,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
                                  "by cluster.price_per_hour")}, "choice of settings")
     parser.declare({
         "--cores-per-node N": (int, "cores or GPUs of a machine (default: as this machine)"),
-        "--bandwidth B/S": (1.25e8, "bandwidth of a machine's link in bytes/s (default: 1.25e8, 1 Gb/s)"),
+        "--bandwidth B/S": (1.25e8, "bandwidth of a machine's link in bytes/s; 1.25e9 is 10 Gb/s (default: 1.25e8)"),
         "--latency S": (2e-4, "latency of a link in seconds"),
         "--failures-per-worker-hour X": (
             1.2e-4, "failures of a worker per hour; spot machines: 0.05 and more (default: "
