@@ -1,4 +1,4 @@
-"""`python -m launcher` is the `ngsgd` command."""
+"""`python -m ngsgd.launcher` is the `ngsgd` command."""
 
 import sys
 

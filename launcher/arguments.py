@@ -21,6 +21,7 @@ RUN = "run folder, or its name under runs/"
 CONFIG = {"--config-dir -cd DIR": (Path, "folder of custom YAML files; DIR/recipe/mine.yaml is recipe=mine"),
           "--config-path -cp DIR": (Path, "folder of the primary config, which is config.yaml unless --config-name is given"),
           "--config-name -cn NAME": (str, "primary config, such as mine of DIR/mine.yaml (default: that of ngsgd)")}
+_NUMBERS = {"int": "an integer", "float": "a number without a unit"}
 OTHER_BITS = "accept other processors, versions or kernels; results then agree up to rounding"
 
 
@@ -63,6 +64,9 @@ class Parser(argparse.ArgumentParser):
         return target
 
     def error(self, message: str) -> NoReturn:
+        if number := re.match(r"argument (--[\w-]+)[^:]*: invalid (int|float) value", message):
+            action = self.flags[number[1]]
+            message += f"; give {number[1]} {action.metavar}, {_NUMBERS[number[2]]}: {(action.help or '') % vars(action)}"
         unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
         near = [flag for word in unknown for flag in self._near(word)]
         hint = f" Did you mean {near[0]}?" if near else ""

@@ -89,8 +89,7 @@ def train(group: str, flags: Mapping[str, str]) -> str:
     from ngsgd.launcher.config.sources import conf_dir
     about = {one.path: one for one in describe.options()}
     # the defaults list; a YAML parser would double the time of --help
-    text = (conf_dir() / "ngsgd.yaml").read_text()
-    defaults = dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
+    defaults = dict(re.findall(r"^  - (\w+): (\w+)", (conf_dir() / "ngsgd.yaml").read_text(), re.MULTILINE))
     for name in [name for name, choice in defaults.items() if choice == "null"]:
         defaults[name] = getattr(getattr(RunConfig(), name, None), "kind", "none")
     groups = {f"{group}=": f"{' | '.join(choices)}  (default {defaults.get(group, '-')})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,10 +23,8 @@ class Command:
     takes: tuple[str, ...] = ()
 
     def run(self, arguments: Sequence[str]) -> int:
-        module, _, function = (self.target or f"commands.{self.name}:command").partition(":")
-        home = importlib.import_module(f"ngsgd.launcher.{module}")
-        code: int = getattr(home, function)(arguments)
-        return code
+        target = self.target or f"commands.{self.name}:command"
+        return int(pkgutil.resolve_name(f"ngsgd.launcher.{target}")(arguments))
 
 
 _TRAIN, _USE, _INSPECT = "Train", "Use a model", "Inspect"
@@ -78,6 +76,5 @@ def find(name: str) -> Command:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=1)
-    choose = f"Choose one of {', '.join(known)}; see ngsgd --help."
-    hint = f"Did you mean ngsgd {near[0]}?" if near else choose
+    hint = f"Did you mean ngsgd {near[0]}?" if near else f"Choose one of {', '.join(known)}; see ngsgd --help."
     raise ConfigError(f"{name!r} is not a command. {hint}")

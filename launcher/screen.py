@@ -178,11 +178,15 @@ SCREEN = Screen()
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """Show on a terminal that a command imports packages, until it writes its first line."""
+def loading(about: str = "") -> Iterator[None]:
+    """Show on stderr that a command waits, until it writes its first line.
+
+    `about` names the wait, such as that for a server. Imports, without it, show on terminals alone.
+    """
     screen = Screen(sys.stderr)
-    if screen.is_terminal and importlib.util.find_spec("rich"):
-        screen.phase("loading ngsgd")
+    # a terminal without rich has no status line
+    if importlib.util.find_spec("rich") if screen.is_terminal else about:
+        screen.phase(about or "loading ngsgd")
     try:
         yield
     finally:

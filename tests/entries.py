@@ -21,7 +21,7 @@ PAGE, CASES, HYDRA = "docs/reference/situations.md", "tests/situations.md", "doc
 # heading of a table -> page, and the entries it must list
 TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "layers": (PAGE, tuple(f"N{n}" for n in (2, *range(8, 13)))),
-    "loops": (PAGE, tuple(f"L{n}" for n in range(1, 20))),
+    "loops": (PAGE, tuple(f"L{n}" for n in range(1, 21))),
     "pytorch": (PAGE, (*(f"A{n}" for n in (1, *range(4, 13))),
                        *(f"B{n}" for n in (1, *range(3, 6), *range(7, 14), *range(15, 18))),
                        *(f"P{n}" for n in (*range(4, 11), *range(12, 15))))),

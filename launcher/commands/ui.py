@@ -27,6 +27,7 @@ from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.mlflow.metrics import COLUMNS
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
 from ngsgd.launcher.mlflow.ui_app import MARK, MARK_HEADER
+from ngsgd.launcher.screen import loading
 from ngsgd.launcher.signals import sigterm_interrupts
 from ngsgd.object_storage.urls import local_root
 
@@ -64,11 +65,12 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
         mark = secrets.token_hex(8)
         server = _start(server_command(output_dir, host, port), log, Path(plugin), mark)
         try:
-            _wait_until_healthy(server, mark, host, port, log)
             address = _address(host, port)
-            for line in page_links(output_dir, address, _experiments(address)):
+            with loading(f"waiting for the server at {address}"):
+                _wait_until_healthy(server, mark, host, port, log)
+                links = page_links(output_dir, address, _experiments(address))
+            for line in [*links, "Stop it with Ctrl-C."]:
                 say(line)
-            say("Stop it with Ctrl-C.")
             server.wait()
             raise DashboardError(f"the MLflow server ended: {_last_line(log)}")
         except KeyboardInterrupt:
@@ -114,8 +116,7 @@ def _post(address: str, what: str, content: Mapping[str, Any]) -> dict[str, Any]
     request = urllib.request.Request(f"{address}/api/2.0/mlflow/{what}", json.dumps(content).encode(),
                                      {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-        return found
+        return dict(json.loads(answer.read()))
 
 
 def _add_view(address: str, experiment_id: str) -> bool:
@@ -133,8 +134,7 @@ def _add_view(address: str, experiment_id: str) -> bool:
 
 def require_usable(output_dir: Path, host: str, port: int) -> None:
     """Raise one ConfigError with all problems."""
-    port_problem = _port_problem(host, port)
-    problems = [port_problem] if port_problem else []
+    problems = list(filter(None, [_port_problem(host, port)]))
     if not (output_dir / "mlflow.db").is_file():
         problems.insert(0, f"{output_dir} holds no mlflow.db, so there are no runs to show; give "
                            "the output_dir of a run: ngsgd ui PATH")
@@ -159,7 +159,8 @@ def _port_problem(host: str, port: int) -> str:
 
 
 def _in_use(host: str, port: int) -> str:
-    user = "another ngsgd ui" if _mark_of(_address(host, port)) else "another program"
+    with loading(f"asking which program uses port {port} of {host}"):
+        user = "another ngsgd ui" if _mark_of(_address(host, port)) else "another program"
     return f"port {port} of {host} is in use by {user}; choose another one: ngsgd ui --port {min(port + 1, 65535)}"
 
 

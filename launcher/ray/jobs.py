@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.errors import ClusterError, ConfigError
+from ngsgd.errors import ClusterError, ConfigError, NgsgdError
 from ngsgd.launcher.ray.probe import require_dashboard, require_version
 from ngsgd.launcher.screen import say
 from ngsgd.masking import printable
@@ -26,6 +26,8 @@ _TOKEN_ERRORS = ("401", "unauthorized", "authentication", "token")
 IN_JOB = ("cluster=ray", "cluster.address=auto")
 POLL_INTERVAL_S = 0.5
 _AGENT_S = 90.0
+# from the end of the output of a job to its last state
+_END_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
     """Convert Ray's exceptions to one ClusterError."""
     try:
         yield
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, NgsgdError):
         raise
     except Exception as error:
         # Ray raises RuntimeError, ConnectionError, its own errors and requests' errors here
@@ -106,7 +108,7 @@ def submit(client: Any, **what: Any) -> str:
 
 
 def follow(client: Any, job: str) -> str:
-    """Print the job's output until it ends; return its last state."""
+    """Print the job's output until it ends; return its state then, or soon after."""
     import asyncio
 
     async def run() -> None:
@@ -114,12 +116,7 @@ def follow(client: Any, job: str) -> str:
             print(printable(text), end="", flush=True)
 
     asyncio.run(run())
-    return wait_until_ended(client, job, timeout_s=30.0)
-
-
-def wait_until_ended(client: Any, job: str, timeout_s: float) -> str:
-    """Its state once it is over, or after so long."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _END_S
     while (state := state_of(client, job)) not in ENDED and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
     return state

@@ -77,8 +77,7 @@ def checks_of(run: RunHistory) -> list[Check]:
 
 def verdict_of(run: RunHistory, checks: Sequence[Check]) -> Verdict:
     """Failed: the run, its objective or its numbers are red.  Look at: others are not green."""
-    fatal = [check for check in checks if check.level == RED and check.name in _FATAL]
-    if fatal:
+    if fatal := [check for check in checks if check.level == RED and check.name in _FATAL]:
         return Verdict(RED, "failed", fatal[0].reason)
     colored = [check for check in checks if check.level != GRAY]
     doubtful = [check for check in colored if check.level in (AMBER, RED)]

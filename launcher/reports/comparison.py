@@ -73,7 +73,7 @@ class ComparedRun:
     def figures(self, objf: float) -> dict[str, Any]:
         """For JSON and the tables; None where a value is not known."""
         last, seconds = self.points[-1], self.seconds_to(objf)
-        return {"run": self.label, "num_jobs": max(point.num_jobs for point in self.points),
+        return {"run": self.label, "name": self.settings["name"], "num_jobs": max(point.num_jobs for point in self.points),
                 "optimizer": self.settings["optimizer._target_"] or self.settings["optimizer.kind"],
                 "outer": self.settings["outer.kind"], "seed": self.settings["seed"],
                 "frames_per_s": last.frames_processed / last.elapsed_s if last.elapsed_s else None,
@@ -159,12 +159,12 @@ def differences(runs: Sequence[ComparedRun], *, with_seed: bool = True) -> dict[
 
 
 def names_of(runs: Sequence[ComparedRun]) -> list[str]:
-    """A name for each run from the settings that differ; with its folder where these are equal."""
+    """`name=` of each run and the settings that differ; its folder too where these are equal."""
     different = differences(runs)
     seeds = different.pop("seed", None)
-    groups = _group_names(runs, different)
     seed_words = [f"seed={seed}" for seed in seeds] if seeds else [""] * len(runs)
-    names = [", ".join(filter(None, words)) for words in zip(groups, seed_words, strict=True)]
+    names = [", ".join(filter(None, (run.settings["name"], *words)))
+             for run, *words in zip(runs, _group_names(runs, different), seed_words, strict=True)]
     return [name if name and names.count(name) == 1 else ", ".join(filter(None, (name, run.label)))
             for name, run in zip(names, runs, strict=True)]
 

@@ -34,25 +34,29 @@ def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequ
     has_cost = wishes is not None and wishes.price_per_hour > 0.0
     length = "samples_per_iter" if is_speech else "shard_size"
     lines = _heading(machine, workload, assumed, "frames" if is_speech else "examples")
-    lines += ["", "               here                a core or GPU for each worker",
-              "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  " + f"{length:>16}"
-              "  iters  training" + ("      cost" if has_cost else "")]
+    # a column without a value in any row is omitted; reasons for single ones follow the table
+    here_workers = [row.workers for row in table if row.here]
+    here_head, above = ("  s/iter  speed-up", f"{'here':>12}     ") if here_workers else ("", "")
+    length_head = f"  {length:>16}" if any(row.samples.enough_data for row in table) else ""
+    lines += ["", f"{'':7}{above}{'':11}a core or GPU for each worker",
+              f"workers{here_head}   machines  s/iter  efficient  speed-up    lost{length_head}  iters  training"
+              f"{'      cost' if has_cost else ''}"]
     for row in table:
         cost = f"  {row.cost:>8.3g}" if has_cost else ""
-        here = f"{_seconds(row.here.outer_iter_s):>6}  {row.speed_up_here:>8.3g}" if row.here else f"{'-':>6}  {'-':>8}"
-        samples = f"{row.samples.samples}" if row.samples.enough_data else "-"
-        lines.append(f"{row.workers:>7}  {here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
-                     f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  "
-                     f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}{cost}")
+        here = f"  {_seconds(row.here.outer_iter_s):>6}  {row.speed_up_here:>8.3g}" if row.here else f"{'':{len(here_head)}}"
+        samples = row.samples.samples if row.samples.enough_data else ""
+        lines.append(f"{row.workers:>7}{here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
+                     f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}"
+                     f"{samples:>{len(length_head)}}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}{cost}")
     workers_of: dict[str, list[int]] = {}
     for row in table:
         workers_of.setdefault(row.samples.reason, []).append(row.workers)
-    ranges = {reason: f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-              for reason, counts in workers_of.items()}
-    lines += ["", *(f"{length} for {counts} worker{'s' * (counts != '1')}: {reason}"
-                    for reason, counts in ranges.items())]
-    threads = thread_advice(machine)
-    return [*lines, *([f"threads: {threads}"] if threads else []),
+    lines.append("")
+    if 0 < len(here_workers) < len(table):
+        lines.append(f"here for up to {counted(here_workers[-1], 'worker')}: more are too many for the cores of this machine")
+    lines += [f"{length} for {f'{counts[0]} to ' if len(counts) > 1 else ''}{counted(counts[-1], 'worker')}: {reason}"
+              for reason, counts in workers_of.items()]
+    return [*lines, *([f"threads: {threads}"] if (threads := thread_advice(machine)) else []),
             f"advice: {advice(table, is_speech=is_speech)}",
             *([f"choice: {choice_text(found, wishes, length)}"] if wishes and wishes.any() else [])]
 

@@ -92,9 +92,10 @@ class ProgressTracker:
 def iteration_line(record: OuterIterationRecord, *, width: int = WIDTH, ending: str = "", is_speech: bool = True) -> str:
     """One evaluation in one line, which ends with the time left or with `ending`."""
     number = f"{record.outer_iter + 1:{len(str(record.num_outer_iters))}}"
-    return fitted([(f"iter {number}/{record.num_outer_iters}", 0), (f"epoch {record.epoch:.2f}/{record.num_epochs:g}", 4),
+    return fitted([(f"iter {number}/{record.num_outer_iters}", 0), (f"epoch {record.epoch:.2f}/{record.num_epochs:g}", 2),
                    *_scores(record, is_speech=is_speech),
-                   (f"lr {record.effective_lr:#.2g}", 2), (f"jobs {record.num_accepted}/{record.num_jobs}", 1),
+                   # the status line has these too
+                   (f"lr {record.effective_lr:#.2g}", 3), (f"jobs {record.num_accepted}/{record.num_jobs}", 4),
                    (ending, 0) if ending else (f"left {duration(record.left_s)}", 5)], width)
 
 

@@ -19,7 +19,7 @@ from ngsgd.launcher.registry import COMMANDS
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.why.causes import INTERRUPTED, KILLED, LOST_WORK, MAY_HELP, WORKLOAD, of_error, of_worker
 from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted
-from ngsgd.launcher.why.faults import Fault, bad_examples, faults_of
+from ngsgd.launcher.why.faults import Fault, bad_examples, faults_of, wait_of
 from ngsgd.masking import masked
 from ngsgd.runs import stored_run
 from ngsgd.runs.failure_record import failed_command
@@ -30,7 +30,6 @@ _MAX_EVIDENCE = 8
 # bad examples that the text lists; JSON has all
 _MAX_BAD = 20
 _IN_PYTHON = ") in Python"
-_NOTHING = "nothing to do: the run recovered"
 _ENDED = ("FAILED", "STOPPED")
 
 
@@ -86,9 +85,8 @@ def explain(run: Path) -> Answer:
     if record.get("kind") == "RunLockedError" and state["state"] not in _AFTER_CALM:
         # the process that it met has ended
         record, wrong = {}, wrong or record
-    refused = _command_fault(record) if record else None
     note = f"{wrong['command']}: {cut(str(wrong['message']))}" if wrong else ""
-    end = refused or _end_of_process(folder, state, events, ledger, faults)
+    end = _command_fault(record) if record else _end_of_process(folder, state, events, ledger, faults)
     fault = end or max(faults, key=lambda one: one.severity, default=None)
     counts = dict(Counter(one.cause.culprit for one in faults))
     lr, resume = read_entry(folder.config, "schedule", "lr_initial"), str(state["resume"])
@@ -102,11 +100,12 @@ def explain(run: Path) -> Answer:
     is_over = bool(end) or (state["state"] not in ("SUCCEEDED", "RUNNING") and fault.severity >= INTERRUPTED)
     needs_action = is_over or fault.severity >= LOST_WORK
     cause = fault.cause
+    waits = wait_of(events, ledger) if state["state"] in ("RUNNING", "UNKNOWN") else ""
     evidence = tuple(dict.fromkeys([*fault.evidence, *log_tail(folder, fault.workers)]))
     return Answer(folder.address, state["state"], cause.culprit, cause.domain,
                   # the run continued
                   cause.outlook if needs_action else MAY_HELP, _sentence(fault), evidence[:_MAX_EVIDENCE],
-                  cause.first.format(**values) if needs_action else _NOTHING,
+                  cause.first.format(**values) if needs_action else f"nothing to do: {waits or 'the run recovered'}",
                   _step(fault, state, values), note, counts, bad_examples(line.fields for line in events))
 
 
@@ -163,9 +162,8 @@ def _with_exception(folder: RunFolder, fault: Fault) -> Fault:
     if fault.kind != FailureKind.EXITED:
         return fault
     # the last line of a traceback
-    found = [line.text.partition(":") for line in log_tail(folder, fault.workers, 1)]
-    found = [(name, colon, message) for name, colon, message in found
-             if name.replace(".", "").isidentifier() and name.endswith(("Error", "Exception"))]
+    found = [parts for line in log_tail(folder, fault.workers, 1) if (parts := line.text.partition(":"))[0].endswith(
+        ("Error", "Exception")) and parts[0].replace(".", "").isidentifier()]
     if not found:
         return fault
     name, _, message = found[-1]
@@ -179,16 +177,14 @@ def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fa
     """Replace "diverged" by the reason for which no job of the outer iteration was usable."""
     last = max((line.job[0] for line in ledger if line.event == "planned"), default=-1)
     lines = [line for line in ledger if line.job[0] == last and line.event in ("rejected", "dropped", "quarantined", "rolled_back")]
-    evidence = (*found.evidence, *map(quoted, lines))
     # diverging training does not change inputs
-    data = [fault for fault in faults if fault.kind == FailureKind.BAD_INPUT]
-    if data:
+    if data := [fault for fault in faults if fault.kind == FailureKind.BAD_INPUT]:
         return Fault(INTERRUPTED, data[0].cause, (*found.evidence, *data[0].evidence, *data[-1].evidence), data[0].workers)
     lost = {line.source for line in lines if line.event in ("dropped", "quarantined")}
     behind = [fault for fault in faults if any(one.source in lost for one in fault.evidence)]
     if behind and not any(line.event == "rejected" for line in lines):
         return Fault(INTERRUPTED, behind[-1].cause, (*found.evidence, *behind[-1].evidence), behind[-1].workers)
-    return Fault(INTERRUPTED, found.cause, evidence, found.workers)
+    return Fault(INTERRUPTED, found.cause, (*found.evidence, *map(quoted, lines)), found.workers)
 
 
 def _step(fault: Fault, state: Mapping[str, Any], values: Mapping[str, str]) -> str:
@@ -215,7 +211,7 @@ _AFTER_CALM = {"SUCCEEDED": "ngsgd report {run}", "RUNNING": "ngsgd status {run}
 
 
 _CALM = {"SUCCEEDED": "The run finished, and no fault was recorded.",
-         "PENDING": "The run has no event yet, and no error was recorded.",
+         "PENDING": "The run prepares data or waits for its first workers, and no error was recorded.",
          "RUNNING": "The run is training, and no fault was recorded."}
 
 

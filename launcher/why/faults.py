@@ -43,6 +43,18 @@ def faults_of(events: Sequence[Line], ledger: Sequence[Line], *, is_alive: bool)
             *_of_processes(events, is_alive=is_alive)]
 
 
+def wait_of(events: Sequence[Line], ledger: Sequence[Line]) -> str:
+    """What a run that trains waits for after its faults; empty if it waits for nothing."""
+    if events and events[-1].event == "opened":
+        return "the run was resumed; it starts its workers, or trains its first outer iteration"
+    committed = max((line.job[0] for line in ledger if line.event == "committed"), default=-1)
+    last, failed = ledger[-1:], [lines[-1] for lines in failures_of(ledger) if lines[-1].event == "failed"]
+    # a job is submitted when a worker takes it; a plan may also be made ahead of the results
+    if last and (last[0].event == "failed" or (last[0].event == "planned" and last[0].job[0] <= committed + 1)):
+        return f"the run waits for a worker for outer iteration {last[0].job[0] + 1}"
+    return f"a worker repeats job {failed[-1].job[1]} of outer iteration {failed[-1].job[0] + 1}" if failed else ""
+
+
 def _of_job(lines: Sequence[Line]) -> Fault:
     attempts = [line for line in lines if line.event == "failed"]
     severity, cause = _judged(attempts, lines[-1])

@@ -134,6 +134,9 @@ class Optimizer(torch.optim.Optimizer):
         layer_options, max_param_change, on_nonfinite: see `SGD`.
     """
 
+    # a parameter, its gradient and the version of that, of the step before the next warning
+    _last_grad: tuple[Tensor, Tensor, int] | None = None
+
     def __init__(self, model: nn.Module, rule: Rule, settings: Mapping[str, Any], *,
                  layer_options: Mapping[str, Mapping[str, Any]] | None, max_param_change: float, on_nonfinite: str) -> None:
         require_whole_parameters(model, type(self).__name__)
@@ -150,8 +153,7 @@ class Optimizer(torch.optim.Optimizer):
             require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
                                     if key != "orthonormal_constraint" and isinstance(default, (int, float))})
             if group.get("rule", rule.names[0]) not in rule.names:
-                raise ArgumentError(f"Invalid rule: {group['rule']!r}; choose "
-                                    f"{' or '.join(rule.names)}.")
+                raise ArgumentError(f"Invalid rule: {group['rule']!r}; choose {' or '.join(rule.names)}.")
         super().__init__(groups, defaults)
         self._places = self._find_parameters()
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -284,11 +286,17 @@ class Optimizer(torch.optim.Optimizer):
             counts.num_steps += 1
             counts.hits = counts.hits.to(limits.device)
             counts.hits[0] += limits
+        before, self._last_grad = self._last_grad, None
         # Rare, because it waits for the device.
         if counts.num_steps & (counts.num_steps - 1) == 0:
-            self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
+            # Torch counts changes in place. A backward pass is one, and clearing would be another.
+            is_added = before is not None and before[0].grad is before[1] and before[1]._version == before[2] + 1
+            self._warn_of_activity([self.param_groups[index]["name"] for index in indices], is_added=is_added)
+        elif counts.num_steps & (counts.num_steps + 1) == 0 and indices:
+            p = self.param_groups[indices[0]]["params"][-1]
+            self._last_grad = (p, p.grad, p.grad._version) if p.grad is not None else None
 
-    def _warn_of_activity(self, limited: Sequence[str]) -> None:
+    def _warn_of_activity(self, limited: Sequence[str], *, is_added: bool) -> None:
         done = self.activity()
         if has_grown(done.num_skipped, self._num_skipped_reported):
             self._num_skipped_reported = done.num_skipped
@@ -296,12 +304,12 @@ class Optimizer(torch.optim.Optimizer):
                  "gradient was not finite; activity().num_skipped counts them. If they continue, lower lr "
                  "or look for NaN in the data.")
         layers = statistics.mean([done.layer_share[name] for name in limited] or [0.0])
-        model, num_steps = done.model_share, done.num_steps
-        if num_steps >= _MANY_STEPS and (layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS):
-            self.warn_once("limits", f"max_change shortened {layers:.0%} of the layer updates and "
-                                     f"max_param_change {model:.0%} of the model updates; "
-                                     "update-norm limits rather than lr determine the step length. "
-                                     "Lower lr, or raise the limits (0: none).")
+        if done.num_steps >= _MANY_STEPS and (layers > _MOST_LAYER_STEPS or done.model_share > _MOST_MODEL_STEPS):
+            reason = ("Gradients of several steps were added up: call optimizer.zero_grad() before each backward pass."
+                      if is_added else "Lower lr, or raise the limits (0: none).")
+            self.warn_once("limits", f"max_change shortened {layers:.0%} of the layer updates and max_param_change "
+                                     f"{done.model_share:.0%} of the model updates; update-norm limits rather than lr determine "
+                                     f"the step length. {reason}")
 
     def warn_once(self, subject: str, message: str) -> None:
         """Warn if no warning of this subject has been given."""
@@ -320,9 +328,8 @@ class Optimizer(torch.optim.Optimizer):
         if any(p.requires_grad for _, p in self._frozen):
             names = [name for name, p in self._frozen if p.requires_grad]
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
-            self.warn_once("unfrozen",
-                           f"{', '.join(names)} were unfrozen after the optimizer was created and "
-                                       "are not trained; call add_param_group with them.")
+            self.warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was created and are not trained; "
+                                       "call add_param_group with them.")
         self._num_searches += 1
         if self._num_searches % _SEARCH_PERIOD != 1:
             return
@@ -340,9 +347,8 @@ class Optimizer(torch.optim.Optimizer):
         own = [p for group in self.param_groups if not group["name"].startswith(OUTSIDE) for p in group["params"]]
         places = [found[id(p)] for p in own if id(p) in found]
         if len(places) < len(own) or any(p.shape != shape for _, _, p, shape in places):
-            raise ConfigError(f"parameters of this {type(self).__name__} are no longer those of "
-                              f"the model ({changed or 'all'}), as after fully_shard, FSDP or "
-                              "load_state_dict(assign=True); create the optimizer after that "
+            raise ConfigError(f"parameters of this {type(self).__name__} are no longer those of the model ({changed or 'all'}), "
+                              "as after fully_shard, FSDP or load_state_dict(assign=True); create the optimizer after that "
                               "(FSDP and DTensor are not supported).")
         self.rule.check(self.model)
         return places

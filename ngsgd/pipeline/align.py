@@ -97,8 +97,7 @@ def _align(speech: Corpus, config: RunConfig, report: Report, known: States) -> 
     oov, x_TK = config.data.oov_word, forced_alignment.Decorrelated(speech)
     passes = Progress(report, "alignment: speech and silence", forced_alignment.NUM_SILENCE_PASSES, "passes")
     transcripts, starts = Transcripts(speech, oov), forced_alignment.silence_start(speech, oov, x_TK, passes.each)
-    num_short = sum(len(one.texts) for one in speech.sets.values()) - len(starts)
-    if num_short:
+    if num_short := sum(len(one.texts) for one in speech.sets.values()) - len(starts):
         report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "
                "their words have states")
     num_gaussians = min(config.align.num_gaussians, speech.train.frames.num_frames // _FRAMES_PER_GAUSSIAN)

@@ -165,8 +165,7 @@ class Run(BaseRun):
 
     def _spec(self) -> SpeechTaskSpec:
         config, folder, report = self.config, self.folder, self.services.report
-        known = None if self._data else known_archives(config, folder)
-        if known:
+        if known := None if self._data else known_archives(config, folder):
             check_data(config)
             self.services.begin(config)
             return SpeechTaskSpec(config, str(known))

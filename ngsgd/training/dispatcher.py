@@ -270,8 +270,7 @@ class Dispatcher:
             self._take(state, outcome)
 
     def _take(self, state: OuterIterationState, result: JobResult) -> None:
-        damage = is_damaged(result, self.layout)
-        if damage:
+        if damage := is_damaged(result, self.layout):
             self.ledger.discarded(result, damage)
             self._fail(state, result, f"its result arrived damaged: {damage}", FailureKind.DAMAGED_RESULT)
             return

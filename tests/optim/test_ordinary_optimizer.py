@@ -612,6 +612,30 @@ def test_limits_that_set_the_step_are_warned_of_once(
     assert messages(caught, "max_change") == is_warned
 
 
+@pytest.mark.entry("L20", "the training loop forgot `optimizer.zero_grad()`", "works",
+                   "the warning that limits shortened most steps names it, if a gradient of one step is that of the step "
+                   "before with one change")
+@KINDS
+@pytest.mark.parametrize(("clears", "num_passes", "is_named"), [
+    (None, 1, True), (True, 1, False), (False, 1, False), (True, 2, False), (False, 2, False)])
+def test_a_loop_that_adds_gradients_up_is_warned_of_that(
+        kind: type[SGD | NGSGD], clears: bool | None, num_passes: int, is_named: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = kind(model, 0.001, max_change=1e-6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(64):
+            for _ in range(num_passes):
+                model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+            # a loop may also clear them before the backward pass
+            if clears is not None:
+                optimizer.zero_grad(set_to_none=clears)
+    assert messages(caught, "max_change") == 1
+    assert messages(caught, "zero_grad") == is_named
+
+
 @pytest.mark.entry("L15",
                    "you want Fisher estimates to start again, as after averaging or for a new task",
                    "works",

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser, out_of_range
 from ngsgd.launcher.doctor import machine
+from ngsgd.launcher.screen import loading
 from ngsgd.object_storage.urls import is_url, local_root
 
 
@@ -28,8 +29,9 @@ def command(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if problems := out_of_range(options, {"workers": 1}):
         raise ConfigError(problems)
-    findings = list(examine(options.output_dir, options.workers, options.address,
-                            options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")))
+    with loading("" if options.quiet else f"checking {options.address or 'this machine'}"):
+        findings = list(examine(options.output_dir, options.workers, options.address,
+                                options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

@@ -21,6 +21,7 @@ from ngsgd.launcher.ray.jobs import ENDED, JobServer, told
 from ngsgd.launcher.ray.probe import require_dashboard
 from ngsgd.launcher.reports.progress import ProgressTracker, figures_in, final_lines, iteration_line
 from ngsgd.launcher.run_state import is_elsewhere, may_be_alive, state_of
+from ngsgd.launcher.screen import loading
 from ngsgd.launcher.why.explain import explain
 from ngsgd.masking import masked, printable
 from ngsgd.object_storage.urls import is_url
@@ -106,10 +107,8 @@ def stop(arguments: Sequence[str]) -> int:
     with told(server, options.what):
         if jobs.state_of(client, options.what) not in ENDED:
             client.stop_job(options.what)
-        state = jobs.wait_until_ended(client, options.what, options.timeout)
-    print(f"{options.what} {state}")
-    if state not in ENDED:
-        raise ClusterError(f"{options.what} did not end within {options.timeout:g} s; wait longer with --timeout.")
+        _wait_until(lambda: jobs.state_of(client, options.what) in ENDED, options.timeout, options.what)
+        print(f"{options.what} {jobs.state_of(client, options.what)}")
     return EXIT_OK
 
 
@@ -122,8 +121,7 @@ def _run_of(options: Any) -> Path | None:
     """The run that is named; None for a Ray job, which an explicit --dashboard-url selects."""
     if not options.what or options.dashboard_url:
         return None
-    run = known_run(options.what, with_models=False)
-    if run:
+    if run := known_run(options.what, with_models=False):
         _refuse_token(options)
     return run
 
@@ -137,14 +135,15 @@ def _refuse_token(options: Any) -> None:
 def _connected(options: Any) -> tuple[Any, JobServer]:
     """Client and server of the jobs; raises ConfigError for an unknown run without Ray."""
     server = jobs.job_server_of(options)
-    if options.what and not jobs.is_server_given(options):
-        try:
-            require_dashboard(server.address)
-        except ClusterError:
-            # reports the newest runs
-            find_run(options.what)
-            raise
-    return jobs.connect(server), server
+    with loading(f"asking {server.address}"):
+        if options.what and not jobs.is_server_given(options):
+            try:
+                require_dashboard(server.address)
+            except ClusterError:
+                # reports the newest runs
+                find_run(options.what)
+                raise
+        return jobs.connect(server), server
 
 
 def _run_logs(folder: RunFolder, *, follow: bool) -> int:
@@ -162,9 +161,8 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
             break
         time.sleep(_POLL_STORED_S if stored_run.url_of(folder.path) else _POLL_S)
     end = state_of(folder.path)
-    if end["state"] in ("FAILED", "STOPPED", "LOST"):
-        for line in end_lines(end):
-            progress.report(line)
+    for line in end_lines(end) if end["state"] in ("FAILED", "STOPPED", "LOST") else ():
+        progress.report(line)
     if not follow:
         return EXIT_OK
     return EXIT_INTERRUPTED if end["state"] == "STOPPED" else exit_code(end["state"])
@@ -192,49 +190,42 @@ def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:
 
 
 def _stop_run(run: Path, timeout_s: float) -> int:
-    """Send SIGTERM to the coordinator, which finishes its outer iteration and saves."""
-    state = state_of(run)
-    process = state["process"]
-    if is_elsewhere(process) and stored_run.url_of(run):
-        return _stop_stored_run(run, timeout_s)
-    if not process_identity.is_alive(process):
+    """Ask the coordinator to finish its outer iteration, save and end: by SIGTERM or its bucket."""
+    state, url = state_of(run), stored_run.url_of(run)
+    process, where = state["process"], url or run
+    if is_elsewhere(process) and url:
+        stored_run.stop(run)
+        _wait_until(lambda: not stored_run.holder(run)[0], timeout_s,
+                    f"{url} was asked to stop after its outer iteration, and", 1.0)
+    elif not process_identity.is_alive(process):
         _refuse_unproved(run, state)
-        print(f"{run} {state['state']}")
+        print(f"{where} {state['state']}")
         return EXIT_OK
-    held = holder_of(RunFolder(run).lock)
-    # the lock of a run in object storage is its lease
-    if not stored_run.url_of(run) and (held is None or held.get("holder") != process):
-        raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
-                          "does not hold the lock of the run, and got no signal. If no process "
-                          "trains the run, remove process.json.")
-    try:
-        process_identity.send_signal(process, signal.SIGTERM)
-    except PermissionError as error:
-        raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; "
-                          "ask them to stop it.") from error
-    _wait_until(lambda: not process_identity.is_alive(process), timeout_s, f"process {process['process_id']} of {run}")
+    else:
+        held = holder_of(RunFolder(run).lock)
+        # the lock of a run in object storage is its lease
+        if not url and (held is None or held.get("holder") != process):
+            raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
+                              "does not hold the lock of the run, and got no signal. If no process "
+                              "trains the run, remove process.json.")
+        try:
+            process_identity.send_signal(process, signal.SIGTERM)
+        except PermissionError as error:
+            raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; "
+                              "ask them to stop it.") from error
+        _wait_until(lambda: not process_identity.is_alive(process), timeout_s, f"process {process['process_id']} of {run}")
     end = state_of(_current(run))
-    print(f"{run} {end['state']}" if end["state"] == "SUCCEEDED" else f"{run} {end['state']}; continue with: {end['resume']}")
-    return EXIT_OK
-
-
-def _stop_stored_run(run: Path, timeout_s: float) -> int:
-    """Ask the coordinator of a run in object storage to stop; it does after its outer iteration."""
-    url = stored_run.url_of(run)
-    stored_run.stop(run)
-    _wait_until(lambda: not stored_run.holder(run)[0], timeout_s,
-                f"{url} was asked to stop after its outer iteration, and", 1.0)
-    end = state_of(_current(run))
-    print(f"{url} {end['state']}; continue with: {end['resume']}")
+    print(f"{where} {end['state']}" if end["state"] == "SUCCEEDED" else f"{where} {end['state']}; continue with: {end['resume']}")
     return EXIT_OK
 
 
 def _wait_until(is_over: Callable[[], bool], timeout_s: float, what: str, poll_s: float = _POLL_S) -> None:
     deadline = time.monotonic() + timeout_s
-    while not is_over():
-        if time.monotonic() > deadline:
-            raise ClusterError(f"{what} did not end within {timeout_s:g} s; wait longer with --timeout.")
-        time.sleep(poll_s)
+    with loading(f"waiting for the end, at most {timeout_s:g} s"):
+        while not is_over():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{what} did not end within {timeout_s:g} s; wait longer with --timeout.")
+            time.sleep(poll_s)
 
 
 def _current(run: Path) -> Path:

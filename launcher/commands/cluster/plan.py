@@ -8,8 +8,10 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.arguments import CONFIG, JSON, Parser, out_of_range
 from ngsgd.launcher.reports.plan_text import Wishes, as_json, text
+from ngsgd.launcher.screen import loading
 from ngsgd.object_storage.urls import local_root
 from ngsgd.planning.planner import Machine, Workload
 from ngsgd.planning.scaling import Assumptions, choices, rows
@@ -65,7 +68,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
                                  "by cluster.price_per_hour")}, "choice of settings")
     parser.declare({
         "--cores-per-node N": (int, "cores or GPUs of a machine (default: as this machine)"),
-        "--bandwidth B/S": (1.25e8, "bandwidth of a machine's link in bytes/s (default: 1.25e8, 1 Gb/s)"),
+        "--bandwidth B/S": (1.25e8, "bandwidth of a machine's link in bytes/s; 1.25e9 is 10 Gb/s (default: 1.25e8)"),
         "--latency S": (2e-4, "latency of a link in seconds"),
         "--failures-per-worker-hour X": (
             1.2e-4, "failures of a worker per hour; spot machines: 0.05 and more (default: "
@@ -74,17 +77,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--sigma X": (float, "relative spread of a job's time over the machines (default: as "
                              "measured)")}, "assumptions about the cluster")
     options = parser.parse_with_settings(arguments)
-    words, problems = options.workers.split(","), list[str]()
-    workers = {int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS}
-    if not all(word.strip().isdecimal() and int(word) in workers for word in words):
-        problems.append(f"--workers is {options.workers!r}; give integers from 1 to {_MAX_WORKERS} "
-                        "with commas between them, such as 1,2,8.")
+    workers = sorted({int(word) if word.strip().isdecimal() else 0 for word in options.workers.split(",")})
+    problems = [] if 0 < workers[0] <= workers[-1] <= _MAX_WORKERS else [
+        f"--workers is {options.workers!r}; give integers from 1 to {_MAX_WORKERS} with commas between them, such as 1,2,8."]
     least = dict.fromkeys(("latency", "failures_per_worker_hour", "replace_s", "sigma"), 0)
     limits = [name for name in ("deadline", "budget") if getattr(options, name) != math.inf]
     problems += out_of_range(options, {"cores_per_node": 1, **least}, ["seconds", "bandwidth", *limits])
     if problems:
         raise ConfigError(problems)
-    options.workers = sorted(workers)
+    options.workers = workers
     options.deadline, options.budget = (math.inf if one is None else one for one in (options.deadline, options.budget))
     return options
 
@@ -92,21 +93,16 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
     # before the import of torch; workers of a run set it as well
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import tempfile
-
-    from ngsgd.planning import probe
-    from ngsgd.runs.run_folder import check_output_dir
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
-
     if config.cluster.ranks_per_worker > 1:
         raise ConfigError("ngsgd plan measures workers of one process; remove cluster.ranks_per_worker.")
-    check_output_dir(config)
-    spec = spec_of(config, report)
-    report(f"measuring for about {seconds:g} s")
+    with loading(f"checking {config.output_dir}"):
+        from ngsgd.planning import probe
+        from ngsgd.runs.run_folder import check_output_dir
+        check_output_dir(config)
+    spec = spec_of(config, partial(print, file=sys.stderr if to_stderr else sys.stdout, flush=True))
     # on the disk of the run
-    with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
+    with (loading(f"measuring for about {seconds:g} s"),
+          tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch):
         machine, workload = probe.measure(spec, config, num_cores=os.cpu_count() or 1, seconds=seconds, scratch=Path(scratch))
     keep(config, machine, workload)
     return machine, workload

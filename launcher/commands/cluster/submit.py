@@ -18,6 +18,7 @@ from ngsgd.launcher.arguments import CONFIG, JSON, OTHER_BITS, TRUST, Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
+from ngsgd.launcher.screen import loading
 from ngsgd.object_storage.urls import is_url
 
 if TYPE_CHECKING:
@@ -65,9 +66,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--trust": TRUST, "--allow-other-bits": OTHER_BITS,
         "--job-name NAME": "name of the job (default: ngsgd- and the time)",
         "--dry-run": "print the command or the file without submitting it", "--json": JSON,
-        **CONFIG})
-    parser.add_argument("--program", default="ngsgd", help="command on the cluster's machines, such as \"python -m "
-                             "ngsgd.launcher\" (default: %(default)s)")
+        **CONFIG, "--program PROGRAM": ("ngsgd", 'command on the machines of the cluster, such as "python -m ngsgd"')})
     parser.declare({"--follow -f": "print the log of the job until it ends",
                     "--working-dir DIR": "folder to upload, with a custom module"}, "Ray")
     jobs.add_arguments(parser)
@@ -172,8 +171,8 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     if options.dry_run:
         print(same)
         return EXIT_OK
-    client = jobs.connect(server)
-    with told(server, name):
+    with loading(f"asking {server.address}"), told(server, name):
+        client = jobs.connect(server)
         job = jobs.submit(client, entrypoint=shlex.join(joined), submission_id=name, runtime_env=runtime)
     if options.json:
         print(json.dumps({"job": job, "address": server.address, "command": same}, indent=1))

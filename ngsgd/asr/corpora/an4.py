@@ -65,8 +65,7 @@ def locate(source: str) -> Path:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"data.source is {source}, which is not a folder; {WHERE}.")
-    missing = [name for name in SPEECH if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in SPEECH if not (folder / name).is_file()]:
         raise DataError(f"{folder} lacks {', '.join(missing)}; {WHERE}.")
     return folder
 

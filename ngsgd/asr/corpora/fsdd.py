@@ -308,8 +308,7 @@ def download(folder: Path, report: Callable[[str], None], url: str = URL) -> Pat
 def read_recordings(place: Path, segments: Sequence[Segment]) -> dict[str, Samples]:
     """Return the samples of every segment by utt_id, after checking format, length and content."""
     files = dict(wav_files(place))
-    missing = [segment.file for segment in segments if segment.file not in files]
-    if missing:
+    if missing := [segment.file for segment in segments if segment.file not in files]:
         raise DataError(f"{place} lacks {len(missing)} of {len(segments)} recordings, the first is "
                         f"{missing[0]}; get the complete data set, or leave data.source empty to download it.")
     found = {}

@@ -117,8 +117,7 @@ class LossRows:
             # passes that have gone through operations of the graph
             graph = nodes_of([output.grad_fn for output in done.outputs])
             marks = {node.metadata[_PASS] for node in graph if _PASS in node.metadata}
-        shared = [one for one in self._minibatches if not marks.isdisjoint(one.passes)]
-        if shared:
+        if shared := [one for one in self._minibatches if not marks.isdisjoint(one.passes)]:
             same = shared[0]
             is_known = len(shared) == 1 and (parameter not in same.parameters
                                              or not same.passes.isdisjoint(user.metadata.get(_HEAD, ()) if user else ()))

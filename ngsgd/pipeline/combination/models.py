@@ -77,8 +77,7 @@ class Candidate:
         if size is not None and len(loaded_P) != size:
             raise CheckpointError(f"{who} has {len(loaded_P)} parameters, but the others of the "
                                   f"final combination have {size}; combine models of one run.")
-        num_bad = int(np.count_nonzero(~np.isfinite(loaded_P)))
-        if num_bad:
+        if num_bad := int(np.count_nonzero(~np.isfinite(loaded_P))):
             raise DivergenceError(f"{who} cannot be part of the final combination, because "
                                   f"{num_bad} of its parameters are not finite; exclude it, or "
                                   "lower schedule.lr_initial and train again.")

@@ -73,8 +73,7 @@ class Audits:
         if self._plan is not plan:
             self._plan, self._under_way = plan, {}
         self._under_way[key] = job, worker
-        case = self._cases.get(key)
-        if case:
+        if case := self._cases.get(key):
             # a retry; the worker of the failed attempt is audited at its next job
             self._since[case.worker] = self._every - 1
             case.job, case.worker = job, worker
@@ -128,8 +127,7 @@ class Audits:
     def give_up(self, job: Job) -> None:
         """End the audit of a job that this outer iteration omits."""
         self._under_way.pop((job.outer_iter, job.job), None)
-        case = self._cases.pop((job.outer_iter, job.job), None)
-        if case:
+        if case := self._cases.pop((job.outer_iter, job.job), None):
             self._free(case)
 
     def forget(self, outer_iter: int) -> list[JobResult]:

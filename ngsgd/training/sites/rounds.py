@@ -56,8 +56,7 @@ def check_exchange(sites: SitesConfig) -> None:
     key = f"checks/{os.urandom(8).hex()}"
     store.create(key, b"")
     store.delete([key])
-    found = store.get(f"sites/{sites.name}.json")
-    if found:
+    if found := store.get(f"sites/{sites.name}.json"):
         raise _taken(sites.name, store.url, _checked(found[0], f"{store.url}/sites/{sites.name}.json").get("run"))
 
 

@@ -78,8 +78,7 @@ def named(task: Task, model: nn.Module, bad: dict[int, str], places: Sequence[tu
 def _narrowed(task: Task, model: nn.Module, batch: Batch, ids: Sequence[str], reason: str,
               to_device: Callable[[Any], Any]) -> tuple[Sequence[str], str]:
     """The examples at fault, one entry per row, and the reason; all if they are not known."""
-    rows = [row for row in range(len(ids)) if not _row(batch.data, row, len(ids))[1]]
-    if rows:
+    if rows := [row for row in range(len(ids)) if not _row(batch.data, row, len(ids))[1]]:
         return [ids[row] for row in rows], INPUT
     if reason != LOSS:
         return ids, reason

@@ -138,6 +138,12 @@ def test_bad_input_is_reported_with_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("module", ["ngsgd", "ngsgd.launcher"])
+def test_the_package_is_the_command(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"ngsgd \S+\n", done.stdout)
+
+
 def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "ngsgd.launcher", "train", "augment=rain", "sed=1"],
                           cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},

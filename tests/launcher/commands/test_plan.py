@@ -75,6 +75,14 @@ def test_a_task_is_measured_as_it_is_trained(tmp_path: Path, monkeypatch: pytest
     assert settings_key(config) != settings_key(compose.compose(["schedule.minibatch_size=16"]))
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=" ".join)
+def test_the_measurement_is_announced(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.setattr("ngsgd.planning.probe.measure", lambda *_, **__: (MACHINE, WORKLOAD))
+    monkeypatch.setattr(plan, "spec_of", lambda *_: None)
+    waits = command("plan", f"output_dir={tmp_path}", "--seconds", "7", *flags).err.splitlines()
+    assert len(waits) == 2 and str(tmp_path) in waits[0] and "7 s" in waits[1]
+
+
 def test_json_is_all_that_stdout_gets(measured: list[RunConfig], command: Command) -> None:
     found = json.loads(command("plan", "--json", "--workers", "4,2,4").out)
     assert [row["workers"] for row in found["rows"]] == [2, 4]
@@ -112,6 +120,9 @@ def test_a_deadline_that_cannot_be_kept_is_told_with_the_fastest_settings(
     (["--failures-per-worker-hour", "-1"], "--failures-per-worker-hour is -1.0"),
     (["--cores-per-node", "0"], "--cores-per-node is 0"),
     (["--sigma", "much"], "'much'"),
+    (["--bandwidth", "10Gb"], "bytes/s"),
+    (["--deadline", "8h"], "HOURS"),
+    (["--cores-per-node", "2.5"], "integer"),
     (["optimizer.max_chnage=1"], "optimizer.max_change=1"),
     (["--saved"], "--saved"),
 ])
@@ -194,6 +205,20 @@ def test_harmless_settings_are_kept() -> None:
     (row,) = _rows(2, workload=replace(WORKLOAD, samples=15000.0, total_samples=1e9), machine=replace(MACHINE, parallel=(
         Speed(1, 2, 3000.0, 0.05, 0.06), Speed(2, 1, 2000.0, 0.05, 0.06))))
     assert row.samples.samples == RunConfig().egs.samples_per_iter == 16000
+
+
+@pytest.mark.parametrize(("workers", "absent"), [((1, 2), "nothing"), ((1, 1000), "nothing"), ((64, 1000), "samples_per_iter  ")])
+def test_a_column_without_values_is_omitted(workers: tuple[int, ...], absent: str) -> None:
+    table = _rows(*workers)
+    lines = plan_text.text(MACHINE, WORKLOAD, ASSUMED, table)
+    (head,) = [line for line in lines if line.startswith("workers")]
+    above, *cells = lines[lines.index(head) - 1], *lines[lines.index(head) + 1:][:len(table)]
+    assert not any(line.endswith("-") or " - " in line for line in cells)
+    assert {len(line) for line in cells} == {len(head)}
+    assert (head.count("s/iter"), "here" in above) == ((2, True) if table[0].here else (1, False))
+    assert absent not in head
+    # a value that is missing in some rows has a reason
+    assert any(line.startswith("here for") for line in lines) == (workers == (1, 1000))
 
 
 def test_every_number_of_workers_gets_samples_and_each_reason_is_printed_once() -> None:

@@ -238,7 +238,7 @@ def test_the_slurm_script_is_sound_shell(command: Command, tmp_path: Path) -> No
     assert "ngsgd train output_dir=/shared/runs " in text
     assert ' --continue name=mine-"$SLURM_JOB_ID" cluster=ray cluster.address=auto &' in text, "a requeued job keeps its number"
     assert "--continue name=night-" in _slurm(command), "without name= that of the job"
-    assert "python -m ngsgd.launcher train " in _slurm(command, "--program", "python -m ngsgd.launcher")
+    assert "python -m ngsgd train " in _slurm(command, "--program", "python -m ngsgd")
     lines = ["module load python/3.11", "export PATH=/opt/venv/bin:$PATH", "set -u"]
     assert "\n".join(lines) in _slurm(command, "--setup", lines[0], "--program", "/opt/venv/bin/ngsgd")
     (tmp_path / "job.sh").write_text(text)

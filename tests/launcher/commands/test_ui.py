@@ -46,6 +46,19 @@ def test_a_missing_database_and_ports_that_cannot_be_used_are_one_sentence_each(
                 ui.serve(folder, port=port)
 
 
+def test_a_program_on_the_port_is_asked_in_public(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be slow, and the command waits for it."""
+    def hang_up(server: socket.socket) -> None:
+        server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        threading.Thread(target=hang_up, args=(silent,), daemon=True).start()
+        port = silent.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)):
+            ui.serve(output_dir, port=port)
+    assert str(port) in capsys.readouterr().err
+
+
 def test_links_lead_to_the_newest_run(output_dir: Path) -> None:
     # the newest one is in another store
     for number, (name, uri) in enumerate({"a": sqlite_uri(output_dir), "b": "http://tracking.example"}.items()):

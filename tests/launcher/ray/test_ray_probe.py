@@ -23,6 +23,7 @@ from ngsgd.launcher.ray.probe import (
     require_head,
     require_version,
 )
+from tests.launcher.records import Command
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +177,8 @@ def test_commands_about_jobs_end_with_one_message(words: tuple[str, ...], silent
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     for port in (silent_port, closed_port):
         assert cli.main([*words, "--dashboard-url", f"http://127.0.0.1:{port}"]) == ClusterError.exit_code
-        (line,) = capsys.readouterr().err.splitlines()
+        wait, line = capsys.readouterr().err.splitlines()
+        assert f"127.0.0.1:{port}" in wait, "a sign of life before the answer"
         assert str(port) in line
 
 
@@ -190,6 +192,17 @@ def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_po
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     (finding,) = cluster.nodes(f"127.0.0.1:{closed_port}", tmp_path)
     assert finding.verdict == "fail" and str(closed_port) in finding.found
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--quiet"]], ids=" ".join)
+def test_doctor_shows_that_it_waits_for_a_cluster(flags: list[str], tmp_path: Path, closed_port: int, command: Command,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    printed = command("doctor", "--output-dir", str(tmp_path), "--address", f"127.0.0.1:{closed_port}", *flags, code=1)
+    assert len(printed.err.splitlines()) == (flags != ["--quiet"])
+    assert str(closed_port) in printed.out
 
 
 def test_no_token_is_sent_before_a_server_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:

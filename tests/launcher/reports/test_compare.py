@@ -22,7 +22,7 @@ from tests.launcher.records import Command, outer_iteration
 from tests.launcher.reports.test_report import Page, make_run
 
 
-def run(name: str, *, wer: float | None = None, loss: float = 1.0, **settings: object) -> ComparedRun:
+def run(name: str, /, *, wer: float | None = None, loss: float = 1.0, **settings: object) -> ComparedRun:
     points = tuple(replace(outer_iteration(number, valid_objf=-2.0 + number / 4), elapsed_s=3.0 * number)
                    for number in range(1, 5))
     found = {**flatten(RunConfig()),
@@ -140,6 +140,10 @@ def test_runs_are_named_by_the_settings_that_differ() -> None:
     groups = [group.name for group in comparison.groups_of(runs)]
     assert groups == [name.rpartition(", seed")[0] for name in names[1:]]
     assert comparison.names_of([run("a"), run("b")]) == ["a", "b"]
+    named = [run("first-2026", name="first"), run("other-2026", name="other", optimizer__kind="sgd")]
+    assert comparison.names_of(named) == ["first, optimizer=ngsgd", "other, optimizer=sgd"]
+    assert comparison.names_of([run("x-1", name="x"), run("x-2", name="x"), run("c")]) == ["x, x-1", "x, x-2", "c"]
+    assert [one.figures(0.0)["name"] for one in named] == ["first", "other"]
     more = dict.fromkeys(("cluster__num_workers", "schedule__num_jobs_final", "schedule__num_jobs_initial"), 4)
     # one job per worker: one of the names is enough
     assert list(comparison.differences([run("a"), run("b", **more)])) == ["cluster.num_workers"]

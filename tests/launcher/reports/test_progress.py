@@ -82,6 +82,14 @@ def test_imports_of_a_command_are_shown_on_a_terminal_alone(capsys: pytest.Captu
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_wait_for_a_server_is_shown_in_logs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with loading("asking http://me:secret@head"):
+        (line,) = capsys.readouterr().err.splitlines()
+    assert "head" in line
+    assert "secret" not in line
+    assert capsys.readouterr() == ("", "")
+
+
 def test_no_color_leaves_no_color() -> None:
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", on_terminal(NO_COLOR="1"))
 
@@ -93,6 +101,12 @@ def test_a_dumb_terminal_gets_no_control_codes() -> None:
 def test_one_line_per_outer_iteration_has_everything() -> None:
     figures = [word for word in iteration_line(outer_iteration()).split() if any(map(str.isdigit, word))]
     assert figures == ["12/40", "1.20/4", "-1.790", "-1.920", "61.2%", "0.0021", "2/2", "1m20s"]
+
+
+def test_a_narrow_line_keeps_the_epoch() -> None:
+    record = replace(outer_iteration(119, num_outer_iters=400), num_accepted=128, num_jobs=128, epoch=12.5, num_epochs=15.0)
+    line = iteration_line(record, width=80)
+    assert "epoch 12.50/15" in line and "jobs" not in line
 
 
 @pytest.mark.parametrize("record", EXTREMES)
