@@ -27,7 +27,7 @@ _COMMANDS = {
 def seconds(arguments: list[str], line: str) -> float:
     """Return the wall time of one command in seconds."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *arguments], check=True, stdout=subprocess.DEVNULL,
+    subprocess.run([sys.executable, "-m", "ngsgd", *arguments], check=True, stdout=subprocess.DEVNULL,
                    env={**os.environ, "COMP_LINE": line})
     return time.perf_counter() - began
 

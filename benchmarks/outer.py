@@ -48,7 +48,7 @@ def run(cell: dict[str, Any], cache: Path, settings: list[str]) -> dict[str, Any
     rule = RULES[cell["rule"]] + ([f"outer.gain={cell['num_jobs']}"] if cell["rule"] == "gain N" else [])
     jobs = [f"schedule.num_jobs_{end}={cell['num_jobs']}" for end in ("initial", "final")]
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-m", "ngsgd.launcher", "train", "--quiet",
+        done = subprocess.run([sys.executable, "-m", "ngsgd", "train", "--quiet",
                                "cluster=in_process", "tracking.kind=none",
                                "combination.kind=none", f"output_dir={folder}", f"data.cache_dir={cache}", f"seed={cell['seed']}",
                                f"optimizer={cell['optimizer']}", *jobs, *rule, *settings], check=False, stdout=subprocess.DEVNULL)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ngsgd.files import read_json_lines
 
-NGSGD = (sys.executable, "-m", "ngsgd.launcher")
+NGSGD = (sys.executable, "-m", "ngsgd")
 OUTER_ITERS = 12
 PARTS = ("compute_s", "average_s", "checkpoint_s", "diagnostics_s")
 

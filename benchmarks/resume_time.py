@@ -80,7 +80,7 @@ def train_half(folder: Path, num_frames: int) -> Path:
                 "schedule.num_epochs=20", f"schedule.num_jobs_initial={NUM_JOBS}", f"schedule.num_jobs_final={NUM_JOBS}",
                 "cluster=local", "cluster.num_workers=2", "tracking.kind=none", f"output_dir={folder / 'runs'}"]
     with (folder / "output").open("w") as output:
-        process = subprocess.Popen([sys.executable, "-m", "ngsgd.launcher", "train", "--quiet", *settings], stdout=output,
+        process = subprocess.Popen([sys.executable, "-m", "ngsgd", "train", "--quiet", *settings], stdout=output,
                                    stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(_PATIENCE_S)

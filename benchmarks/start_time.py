@@ -51,7 +51,7 @@ class Network(torch.nn.Module):
 def start(folder: Path, settings: list[str]) -> tuple[float, float, float]:
     """CPU seconds, wall seconds and MB of all processes of a command at its first minibatch."""
     mark = folder / "mark"
-    words = [sys.executable, "-m", "ngsgd.launcher", "train", "--quiet", f"model._target_={Path(__file__).stem}:Network",
+    words = [sys.executable, "-m", "ngsgd", "train", "--quiet", f"model._target_={Path(__file__).stem}:Network",
              f"model.search_path={Path(__file__).resolve().parent}", f"output_dir={folder / 'runs'}", *settings]
     began = time.perf_counter()
     with (folder / "output").open("w") as output:

@@ -47,7 +47,7 @@ def _service() -> Iterator[dict[str, str]]:
 
 def _train(output_dir: str, folder: Path, settings: list[str], environment: dict[str, str]) -> float:
     """Seconds of `ngsgd train`."""
-    words = [sys.executable, "-m", "ngsgd.launcher", "train", "--quiet", "cluster=local", "tracking.kind=none",
+    words = [sys.executable, "-m", "ngsgd", "train", "--quiet", "cluster=local", "tracking.kind=none",
              f"output_dir={output_dir}", f"data.cache_dir={folder / 'data'}", *settings]
     began = time.perf_counter()
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env={

@@ -57,7 +57,7 @@ def _shortened(text: str) -> str:
 
 
 def _ngsgd(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words], check=True)
+    subprocess.run([sys.executable, "-m", "ngsgd", *words], check=True)
 
 
 def _mlflow(runs: Path) -> None:
@@ -67,7 +67,7 @@ def _mlflow(runs: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ngsgd.launcher", "ui", str(runs), "--port", str(port)]
+    command = [sys.executable, "-m", "ngsgd", "ui", str(runs), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         # "Ctrl-C" is in its last line, which follows the first answer of the server

@@ -78,7 +78,7 @@ def trained(cell: Cell, work: Path, source: str, *also: str) -> Iterator[Path | 
     folder = work / cell.key()
     shutil.rmtree(folder, ignore_errors=True)
     words = [f"data.source={source}"] if TASKS[cell.task].needs_source else []
-    done = subprocess.run([sys.executable, "-m", "ngsgd.launcher", "train", "--quiet", *cell.settings(), *words, *also,
+    done = subprocess.run([sys.executable, "-m", "ngsgd", "train", "--quiet", *cell.settings(), *words, *also,
                            f"output_dir={folder}", f"data.cache_dir={work / 'data'}"], check=False, stdout=subprocess.DEVNULL)
     try:
         if done.returncode == DivergenceError.exit_code:

@@ -110,8 +110,8 @@ def test_an_outer_rule_a_preconditioner_a_recipe_and_a_metric_work(extended: Pat
 def test_a_command_works_and_is_in_the_help(extended: Path) -> None:
     (extended / "runs" / "mine-1").mkdir(parents=True)
     (extended / "runs" / "mine-1" / "config.yaml").touch()
-    assert _run(extended, "-m", "ngsgd.launcher", "folders") == "mine-1\n"
-    assert "print the run folders" in _run(extended, "-m", "ngsgd.launcher", "--help")
+    assert _run(extended, "-m", "ngsgd", "folders") == "mine-1\n"
+    assert "print the run folders" in _run(extended, "-m", "ngsgd", "--help")
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ class Service:
         return [command, *arguments, f"output_dir={self.output_dir}", *usual]
 
     def start(self, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "ngsgd.launcher", *self.words(command, *arguments)]
+        words = [sys.executable, "-m", "ngsgd", *self.words(command, *arguments)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
                                 cwd=self.output_dir)

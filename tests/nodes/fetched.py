@@ -51,7 +51,7 @@ def _trained(machines: Machines, name: str, expected: str, *settings: str) -> di
     before = head.bytes_sent()
     given = {setting.split("=")[0] for setting in settings}
     usual = [setting for setting in SETTINGS if setting.split("=")[0] not in given]
-    machines.says(head, name, "-m", "ngsgd.launcher", "train", f"name={name}", "output_dir=runs", *usual,
+    machines.says(head, name, "-m", "ngsgd", "train", f"name={name}", "output_dir=runs", *usual,
                   f"cluster.address={head.address}:{PORT}", *settings)
     digest, seconds = json.loads(machines.says(head, f"result-{name}", "-c", _RESULT, name).splitlines()[-1])
     assert not expected or digest == expected, f"{name} has other bits than one process"

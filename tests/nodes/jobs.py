@@ -60,7 +60,7 @@ def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _followed(cluster: Lab, job: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = cluster.network.nodes[0].spawn([sys.executable, "-m", "ngsgd.launcher", "logs", "--follow", job],
+    process = cluster.network.nodes[0].spawn([sys.executable, "-m", "ngsgd", "logs", "--follow", job],
                                              cluster.logs / "follow.log")
     try:
         yield process
@@ -73,7 +73,7 @@ def _says(cluster: Lab, code: int, *words: str, by: list[str] | None = None) -> 
     """Output of a command on the head, once it has ended with that exit code."""
     log = cluster.logs / "command.log"
     log.write_text("")
-    process = cluster.network.nodes[0].spawn([*(by or []), sys.executable, "-m", "ngsgd.launcher", *words], log)
+    process = cluster.network.nodes[0].spawn([*(by or []), sys.executable, "-m", "ngsgd", *words], log)
     ended = process.wait(_COMMAND_S)
     said = log.read_text()
     assert ended == code, f"ngsgd {' '.join(words)} ended with {ended}:\n{said[-2000:]}"

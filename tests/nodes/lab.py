@@ -61,7 +61,7 @@ class Lab:
         """Starts a run whose coordinator is on a node."""
         address = f"cluster.address={self.network.nodes[0].address}:{PORT}"
         words = ["train", f"name={name}", f"output_dir={self.output_dir}", *SETTINGS, address, *settings]
-        return node.spawn([sys.executable, "-m", "ngsgd.launcher", *words], self.run_log(name))
+        return node.spawn([sys.executable, "-m", "ngsgd", *words], self.run_log(name))
 
     def run_log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
@@ -119,7 +119,7 @@ def lab(count: int, output_dir: Path, *, rate: float = 0.0, latency_s: float = 0
 def of_one_process(output_dir: Path, name: str, settings: list[str]) -> str:
     """The model of a run in one process."""
     words = ["train", f"name={name}", f"output_dir={output_dir}", *settings, "cluster=in_process", "--quiet"]
-    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "ngsgd", *words], cwd=ROOT, check=True)
     return final_hash(next(path.parent for path in output_dir.glob(f"{name}-*/config.yaml")))
 
 

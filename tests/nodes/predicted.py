@@ -60,7 +60,7 @@ def settings_of(trial: Trial, output_dir: Path) -> list[str]:
 
 def predicted(trial: Trial, output_dir: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Seconds and cost of training."""
-    words = [sys.executable, "-m", "ngsgd.launcher", "plan", "--json", "--workers", str(_WORKERS), "--cores-per-node", "1",
+    words = [sys.executable, "-m", "ngsgd", "plan", "--json", "--workers", str(_WORKERS), "--cores-per-node", "1",
              "--bandwidth", str(options.bandwidth), "--latency", str(options.latency), "--failures-per-worker-hour",
              str(trial.preemptions_per_hour), "--replace-s", str(_REPLACE_S), "cluster=local", *settings_of(trial, output_dir)]
     [row] = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)["rows"]

@@ -76,7 +76,7 @@ def resumed_on_another_cluster(cluster: Lab, expected: str) -> dict[str, Any]:
     run = cluster.run("headless")
     assert run
     began = len(events(run, "outer_iteration"))
-    process = cluster.network.nodes[0].spawn([sys.executable, "-m", "ngsgd.launcher", "resume", str(run)],
+    process = cluster.network.nodes[0].spawn([sys.executable, "-m", "ngsgd", "resume", str(run)],
                                              cluster.run_log("headless"))
     _same(cluster.finish(process, "headless"), expected)
     in_all = len(events(run, "outer_iteration"))

@@ -49,7 +49,7 @@ class Sites:
         node = self.machines.network.nodes[1 + SITES.index(site)]
         words = [*_SETTINGS, f"name={name}-{site}", f"output_dir={self.folder / site}", f"data.cache_dir={self.folder / 'cache'}",
                  f"sites.name={site}", f"sites.exchange=s3://{BUCKET}/{name}", *settings]
-        return self.machines.start(node, f"{name}-{site}", "-m", "ngsgd.launcher", "train", *words)
+        return self.machines.start(node, f"{name}-{site}", "-m", "ngsgd", "train", *words)
 
     def run(self, site: str, name: str) -> Path | None:
         return next((path.parent for path in (self.folder / site).glob(f"{name}-{site}-*/config.yaml")), None)

@@ -75,7 +75,7 @@ def machines_with_service(count: int, logs: Path, rate: float = 0.0,
 
 def without_a_shared_disk(logs: Path, expected: str) -> dict[str, Any]:
     """Train on one machine, lose it, resume on a second one, and read the model on a third."""
-    ngsgd = ("-m", "ngsgd.launcher")
+    ngsgd = ("-m", "ngsgd")
     with machines_with_service(4, logs) as machines:
         _, first, second, third = machines.network.nodes
         training = machines.start(first, "train", *ngsgd, "train", "name=stored", f"output_dir={_URL}", *SETTINGS)

@@ -66,7 +66,7 @@ def _train(
     words = [
         sys.executable,
         "-m",
-        "ngsgd.launcher",
+        "ngsgd",
         "train",
         "recipe=digits",
         "cluster=ray",

@@ -138,14 +138,13 @@ def test_bad_input_is_reported_with_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", ["ngsgd", "ngsgd.launcher"])
-def test_the_package_is_the_command(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "ngsgd", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert re.fullmatch(r"ngsgd \S+\n", done.stdout)
 
 
 def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "ngsgd.launcher", "train", "augment=rain", "sed=1"],
+    done = subprocess.run([sys.executable, "-m", "ngsgd", "train", "augment=rain", "sed=1"],
                           cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -287,7 +286,7 @@ def test_completion_knows_each_command_that_takes_a_run(command: Command) -> Non
 
 def test_the_completion_script_of_a_shell_completes(command: Command) -> None:
     """As bash calls it; of zsh and fish, where they are installed, only the syntax is checked."""
-    calls = (f'ngsgd() {{ {shlex.quote(sys.executable)} -m ngsgd.launcher "$@"; }}\nCOMP_LINE="ngsgd submit --resu" COMP_POINT=19\n'
+    calls = (f'ngsgd() {{ {shlex.quote(sys.executable)} -m ngsgd "$@"; }}\nCOMP_LINE="ngsgd submit --resu" COMP_POINT=19\n'
              '_ngsgd\necho "${COMPREPLY[@]}"\ncomplete -p ngsgd\n')
     for shell, flags, more in (("bash", [], calls), ("zsh", ["-n"], ""), ("fish", ["--no-execute"], "")):
         text = command("completion", shell).out + more

@@ -291,7 +291,7 @@ def test_a_number_is_advised_that_pays(workers: tuple[int, ...], workload: Workl
 
 @pytest.mark.slow
 def test_the_real_command_measures_prints_and_keeps(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ngsgd.launcher", "plan",
+    words = [sys.executable, "-m", "ngsgd", "plan",
              f"output_dir={tmp_path}", "data.train_minutes=1.5", "data.valid_minutes=0.3",
              "data.test_minutes=0.3", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
              "model.hidden_dim=64", "schedule.minibatch_size=16", "cluster.wait_for_workers_s=280", "--workers", "1,4",
