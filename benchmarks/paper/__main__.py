@@ -53,7 +53,7 @@ from benchmarks.paper.runs import best_rates, best_synchronous_rate, run_all
 def main() -> None:
     options = _options()
     if options.command == "report":
-        report.write(options.page)
+        report.write(options.page, options.figures)
         return
     if options.command == "frontier":
         for frames, num_jobs in itertools.product(options.frames, options.jobs):
@@ -123,7 +123,9 @@ def _options() -> argparse.Namespace:
                      help=f"of {', '.join(FRONTIER)}")
     one.add_argument("--jobs", type=int, nargs="+", default=[16])
     one.add_argument("--frames", type=int, nargs="+", default=list(frontier.PERIODS), help="of a job between two averagings")
-    commands.add_parser("report").add_argument("--page", type=Path, default=Path("benchmarks/paper/RESULTS.md"))
+    one = commands.add_parser("report")
+    one.add_argument("--page", type=Path, default=Path("benchmarks/paper/RESULTS.md"))
+    one.add_argument("--figures", type=Path, default=Path("docs"), help="folder of the figures")
     return parser.parse_args()
 
 

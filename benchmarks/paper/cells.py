@@ -37,6 +37,7 @@ METHODS: dict[str, list[str]] = {
     "adamw-plain": ["optimizer=adamw", *UNLIMITED, "optimizer.curvature_state=keep"],
     "muon-plain": ["optimizer=muon", *UNLIMITED, "optimizer.beta1=0.9", "optimizer.curvature_state=keep"],
     "soap-plain": ["optimizer=soap", *UNLIMITED],
+    "kfac": ["optimizer=kfac", "optimizer.curvature_state=keep"],
 }
 # with minibatches of 64 frames: the average over many jobs reduces the noise of a gradient anyway
 METHODS |= {"online-ng-64": [*METHODS["online-ng"], "schedule.minibatch_size=64"],
@@ -148,9 +149,11 @@ def _outer_at(outer: str, frames: int) -> Variant:
 DILOCO = "DiLoCo"
 FRONTIER = {
     DILOCO: ("adamw-plain", "diloco", 0.0005),
+    "AdamW + average": ("adamw-plain", "average", 0.001),
     "MuLoCo": ("muon-plain", "diloco", 0.008),
     "Muon + average": ("muon-plain", "average", 0.008),
     "NG-SGD + nesterov 0.5": ("online-ng", "nesterov 0.5", 0.004),
+    "K-FAC + nesterov 0.5": ("kfac", "nesterov 0.5", 0.004),
     "NG-SGD + sqrt-gain": ("online-ng", "sqrt-gain", 0.002),
     "NG-SGD + average": ("online-ng", "average", 0.002),
 }

@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import cast
 
-from benchmarks.paper import clock, many_jobs
+from benchmarks.paper import clock, frontier, many_jobs
 from benchmarks.paper.cells import (
     COMPRESSED,
     CONTROLS,
@@ -35,15 +35,15 @@ _RAMP = "ramp from a quarter"
 _STYLES = {"online-ng": "-", "sgd": "--"}
 
 
-def write(page: Path) -> None:
-    """Write the tables between their markers in the page, and the figures next to it."""
+def write(page: Path, folder: Path) -> None:
+    """Write the tables between their markers in the page, and the figures into the folder."""
     text = page.read_text(encoding="utf-8")
     for task in TASKS:
         text = between(text, f"{task} runs", many_jobs.all_runs(task, _spread))
         group = _by_setting(task)
         if f"<!-- {task} objf -->" not in text:
             continue
-        _draw(task, group, page.with_name(f"results-{task}.png"))
+        _draw(task, group, folder / f"results-{task}.png")
         text = between(text, f"{task} rates", _rates(task))
         for name, key, digits in (("objf", "valid_objf", 3), ("wer", "wer_percent", 2), ("clipped", "clipped", 2)):
             text = between(text, f"{task} {name}", _matrix(group, key, digits))
@@ -53,6 +53,7 @@ def write(page: Path) -> None:
         text = between(text, f"{task} compressed", _compressed(task))
         text = between(text, f"{task} controls", _variants(group, ("sqrt-gain", *CONTROLS)))
     text = between(text, "digits epochs", many_jobs.by_epochs(_spread))
+    text = between(text, "frontier", frontier.table(_spread))
     page.write_text(text, encoding="utf-8")
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.paper import many_jobs, report
-from benchmarks.paper.cells import CONTROLS, REMEDIES, TASKS, Cell
+from benchmarks.paper import frontier, many_jobs, report
+from benchmarks.paper.cells import CONTROLS, DILOCO, REMEDIES, TASKS, Cell
 from benchmarks.paper.runs import known, run
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +31,42 @@ def test_the_page_matches_the_results(tmp_path: Path) -> None:
     kept = (ROOT / "benchmarks" / "paper" / "RESULTS.md").read_text(encoding="utf-8")
     page = tmp_path / "results.md"
     page.write_text(kept, encoding="utf-8")
-    report.write(page)
+    report.write(page, tmp_path)
     assert page.read_text(encoding="utf-8") == kept, "benchmarks/paper/RESULTS.md: run python -m benchmarks.paper report"
+
+
+@pytest.mark.parametrize("task", ["an4-relu", "digits"])
+def test_the_rate_of_a_row_is_the_best_on_validation(task: str) -> None:
+    """Of all rates that its optimizer and outer optimizer have run with as many jobs and seed 0."""
+    page = (ROOT / "benchmarks" / "paper" / "RESULTS.md").read_text(encoding="utf-8")
+    table = page.partition(f"<!-- {task} many jobs -->")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:]] for line in table.splitlines()[4:] if line]
+    lines = [*known(task).values()]
+    assert rows
+    for jobs, method, outer, rate, *_ in rows:
+        assert float(rate.rstrip("*")) == many_jobs.best_so_far(lines, (method, outer), int(jobs))
+
+
+def test_a_point_of_the_frontier_has_its_best_rate_and_other_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    best = {"adamw-plain": 0.0005, "online-ng": 0.008}
+
+    def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
+        for cell in cells:
+            distance = abs(math.log2(cell.rate / best[cell.method]))
+            objf = -0.8 + 0.05 * (cell.method == "online-ng") - 0.1 * distance + 0.001 * cell.seed
+            found[cell.key()] = {**asdict(cell), "key": cell.key(), "valid_objf": objf, "valid_wer_percent": 11.0,
+                                 "wer_percent": 10.0, "outer_iters": 28}
+    monkeypatch.setattr(many_jobs, "known", lambda _: found)
+    monkeypatch.setattr(frontier, "run_all", run_all)
+    ours = "NG-SGD + nesterov 0.5"
+    frontier.measure([DILOCO, ours], 16, 2048, tmp_path, "")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in
+            frontier.table(lambda lines, key, digits: f"{min(line[key] for line in lines):.{digits}f}").splitlines()[2:]]
+    assert [row[:5] for row in rows] == [["16", "28", ours, "0.008", "-0.749"], ["16", "28", DILOCO, "0.0005", "-0.799"]]
+    assert float(rows[0][6]) < 1e-6
+    assert rows[1][6] == ""
+    assert {line["seed"] for line in found.values()} == {0, *frontier.SEEDS}
 
 
 def test_pairs_of_optimizers_get_the_best_rate_for_their_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
