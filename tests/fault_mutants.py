@@ -116,7 +116,7 @@ MUTANTS = [
     FaultMutant("event_after_its_checkpoint", COORDINATOR, "        if start.record:\n", "        if False:\n"),
     # dispatcher
     FaultMutant("duplicate_counts", DISPATCHER, " or outcome.job.job not in state.unsettled:", ":"),
-    FaultMutant("damaged_result_counts", DISPATCHER, "        if damage := is_damaged(result, self.layout):\n", "        if False:\n"),
+    FaultMutant("damaged_result_counts", DISPATCHER, "damage := is_damaged(result, self.layout):", "False:"),
     FaultMutant("partial_result_counts", DISPATCHER, "if result.remainder and not state.is_stopped and not is_worth_keeping:",
                 "if False:"),
     FaultMutant("same_attempt_again", DISPATCHER, "appendleft(replace(job, attempt=job.attempt + 1))", "appendleft(job)"),
