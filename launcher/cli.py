@@ -14,7 +14,6 @@ from ngsgd.interface import command_line
 from ngsgd.launcher import registry
 from ngsgd.launcher.console import drop, replace_closed_streams, report_lost_output, run_guarded, version
 from ngsgd.launcher.screen import SCREEN
-from ngsgd.launcher.why import failed_commands
 
 _HELP = ("-h", "--help", "help")
 
@@ -30,10 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         rest = [word for word in own if word != "--debug"] + arguments[len(own):]
+
+        def keep(error: BaseException) -> None:
+            # for `ngsgd why`
+            from ngsgd.launcher.why import failed_commands
+            failed_commands.keep(rest, error)
+
         # a sweep handles the errors of its runs
         more = ["--debug"] if debug and rest[:1] == ["train"] else []
-        code = run_guarded(lambda: _dispatch([*rest[:1], *more, *rest[1:]]), debug=debug,
-                           on_error=lambda error: failed_commands.keep(rest, error))
+        code = run_guarded(lambda: _dispatch([*rest[:1], *more, *rest[1:]]), debug=debug, on_error=keep)
         SCREEN.close()
         sys.stdout.flush()
     except BrokenPipeError:

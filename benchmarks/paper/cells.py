@@ -108,12 +108,12 @@ REMEDIES: dict[str, Variant] = {
 }
 
 
-def _period(frames: int) -> Variant:
-    return lambda task, num_jobs: [*OUTERS["sqrt-gain"], f"egs.samples_per_iter={frames}"]
+def _outer_at(outer: str, frames: int) -> Variant:
+    return lambda task, num_jobs: [*OUTERS[outer], f"egs.samples_per_iter={frames}"]
 
 
 # frames of a job between two averagings; 1024 is a remedy, 2048 the matrix
-PERIODS: dict[str, Variant] = {f"{frames} frames a job": _period(frames) for frames in (512, 4096, 8192)}
+PERIODS: dict[str, Variant] = {f"{frames} frames a job": _outer_at("sqrt-gain", frames) for frames in (512, 4096, 8192)}
 
 
 def _synchronous(task: str, num_jobs: int, frames: int) -> Words:
@@ -139,11 +139,6 @@ CONTROLS: dict[str, Variant] = {
     "one of the jobs alone": lambda task, num_jobs: ["outer=average", "cluster.num_workers=1",
                                                      f"schedule.num_epochs={TASKS[task].epochs / num_jobs:g}"],
 }
-
-
-def _outer_at(outer: str, frames: int) -> Variant:
-    return lambda task, num_jobs: [*OUTERS[outer], f"egs.samples_per_iter={frames}"]
-
 
 # lines of the communication frontier: optimizer, outer optimizer, first rate of the sweep
 DILOCO = "DiLoCo"

@@ -11,7 +11,6 @@ baseline is the best mean of any single job of the optimizer track.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,21 +36,14 @@ _HEAD = ("jobs", "synchronizations", "line", "rate", "validation objf", "from th
 def rate_of(line: str, num_jobs: int, frames: int, line_of: Callable[[Cell], Line]) -> float:
     """Return the best learning rate of a point; `line_of` returns the result of a run."""
     method, outer, first = FRONTIER[line]
-
-    def loss(rate: float) -> float:
-        found = line_of(Cell(TASK, method, PERIOD_OUTERS[outer, frames], num_jobs, 0, float(f"{rate:.3g}")))
-        return math.inf if "diverged" in found else -float(found["valid_objf"])
-    return float(f"{rule.sweep(first, loss, SWEEP_RUNS):.3g}")
+    return many_jobs.swept(TASK, (method, PERIOD_OUTERS[outer, frames]), num_jobs, line_of, first, SWEEP_RUNS)
 
 
 def measure(lines: list[str], num_jobs: int, frames: int, work: Path, source: str) -> None:
     """Run the sweep of these lines, then the seeds, without the runs that are stored."""
-    def trained(cell: Cell) -> Line:
-        run_all([cell], work, source)
-        return many_jobs.stored(TASK)(cell)
     for line in lines:
-        for cell in _cells(line, num_jobs, frames, rate_of(line, num_jobs, frames, trained)):
-            run_all([cell], work, source)
+        rate = rate_of(line, num_jobs, frames, many_jobs.trained(TASK, work, source))
+        run_all(_cells(line, num_jobs, frames, rate), work, source)
 
 
 def _cells(line: str, num_jobs: int, frames: int, rate: float) -> Iterator[Cell]:
@@ -59,18 +51,18 @@ def _cells(line: str, num_jobs: int, frames: int, rate: float) -> Iterator[Cell]
     return (Cell(TASK, method, PERIOD_OUTERS[outer, frames], num_jobs, seed, rate) for seed in SEEDS)
 
 
-def points(num_jobs: int) -> Iterator[tuple[int, dict[str, tuple[float, list[Line]]]]]:
-    """Yield the frames of a job and, of each line with all seeds, its rate and results."""
+def points(num_jobs: int) -> Iterator[dict[str, tuple[float, list[Line]]]]:
+    """Yield, for each number of frames, the rate and results of each line with all seeds."""
+    line_of = many_jobs.stored(TASK)
     for frames in PERIODS:
         found = {}
         for line in FRONTIER:
-            line_of = many_jobs.stored(TASK)
             try:
                 rate = rate_of(line, num_jobs, frames, line_of)
                 found[line] = rate, [line_of(cell) for cell in _cells(line, num_jobs, frames, rate)]
             except many_jobs.MissingRunError:
                 continue
-        yield frames, found
+        yield found
 
 
 def best_single_job() -> float:
@@ -90,7 +82,7 @@ def table(spread: many_jobs.Spread) -> str:
     rows = [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
     baseline = best_single_job()
     for num_jobs in (4, 16, 64):
-        for _, found in points(num_jobs):
+        for found in points(num_jobs):
             ordered = sorted(found.items(), key=lambda one: -_mean(one[1][1]))
             rivals = found[DILOCO][1] if DILOCO in found else []
             for line, (rate, lines) in ordered:

@@ -37,14 +37,26 @@ def pairs(num_jobs: int) -> Iterator[Pair]:
     return itertools.product(INNERS, OUTER_RULES if num_jobs > 1 else ("average",))
 
 
-def swept(task: str, pair: Pair, num_jobs: int, line_of: Callable[[Cell], Line]) -> float:
-    """Return the best learning rate of a pair; `line_of` returns the result of a run."""
+def swept(task: str, pair: Pair, num_jobs: int, line_of: Callable[[Cell], Line], first: float | None = None,
+          max_runs: int = rule.MAX_SWEEP_RUNS) -> float:
+    """Return the best learning rate of a pair; `line_of` returns the result of a run.
+
+    The sweep begins with the rate `first`; default: that of the optimizer in `INNERS`.
+    """
     inner, outer = pair
 
     def loss(rate: float) -> float:
         line = line_of(Cell(task, inner, outer, num_jobs, 0, float(f"{rate:.3g}")))
         return math.inf if "diverged" in line else -float(line["valid_objf"])
-    return float(f"{rule.sweep(INNERS[inner], loss):.3g}")
+    return float(f"{rule.sweep(first or INNERS[inner], loss, max_runs):.3g}")
+
+
+def trained(task: str, work: Path, source: str) -> Callable[[Cell], Line]:
+    """Return a function that finds the result of a run, which it trains if it is not stored."""
+    def line_of(cell: Cell) -> Line:
+        run_all([cell], work, source)
+        return stored(task)(cell)
+    return line_of
 
 
 def stored(task: str) -> Callable[[Cell], Line]:
@@ -78,22 +90,16 @@ def best_pairs(task: str, num_jobs: int) -> list[tuple[Pair, float]]:
 
 def measure(task: str, num_jobs: int, seeds: tuple[int, ...], work: Path, source: str) -> None:
     """Run the sweeps that are missing, and the best pairs with all seeds."""
-    def trained(cell: Cell) -> Line:
-        run_all([cell], work, source)
-        return stored(task)(cell)
     for pair in pairs(num_jobs):
-        swept(task, pair, num_jobs, trained)
+        swept(task, pair, num_jobs, trained(task, work, source))
     for pair, rate in best_pairs(task, num_jobs)[:NUM_BEST]:
         run_all((Cell(task, *pair, num_jobs, seed, rate) for seed in seeds), work, source)
 
 
 def measure_compression(task: str, num_jobs: int, seeds: tuple[int, ...], work: Path, source: str) -> None:
     """Run natural gradient with and without compression at the best rate without it."""
-    def trained(cell: Cell) -> Line:
-        run_all([cell], work, source)
-        return stored(task)(cell)
     for outer in ("average", "nesterov 0.5"):
-        rate = swept(task, ("online-ng", outer), num_jobs, trained)
+        rate = swept(task, ("online-ng", outer), num_jobs, trained(task, work, source))
         names = (outer, *(name for name in COMPRESSED if name.startswith(f"{outer}, ")))
         run_all((Cell(task, "online-ng", name, num_jobs, seed, rate) for seed in seeds for name in names), work, source)
 

@@ -238,7 +238,8 @@ def _train_one(job: Any, options: argparse.Namespace, checked: RunConfig | None 
         # heavy imports, which take seconds
         from ngsgd.launcher.commands import train as service
         place = _place(job, has_notes=has_notes)
-        if begun := run_to_continue(config, place.path) if options.continues else None:
+        begun = run_to_continue(config, place.path) if options.continues else None
+        if begun:
             return service.resume(begun, quiet=options.quiet, address=config.cluster.address,
                                   num_workers=config.cluster.num_workers, trust=options.trust,
                                   given=config, allow_other_bits=options.allow_other_bits)

@@ -134,7 +134,8 @@ def _add_view(address: str, experiment_id: str) -> bool:
 
 def require_usable(output_dir: Path, host: str, port: int) -> None:
     """Raise one ConfigError with all problems."""
-    problems = list(filter(None, [_port_problem(host, port)]))
+    port_problem = _port_problem(host, port)
+    problems = [port_problem] if port_problem else []
     if not (output_dir / "mlflow.db").is_file():
         problems.insert(0, f"{output_dir} holds no mlflow.db, so there are no runs to show; give "
                            "the output_dir of a run: ngsgd ui PATH")

@@ -162,8 +162,9 @@ def _with_exception(folder: RunFolder, fault: Fault) -> Fault:
     if fault.kind != FailureKind.EXITED:
         return fault
     # the last line of a traceback
-    found = [parts for line in log_tail(folder, fault.workers, 1) if (parts := line.text.partition(":"))[0].endswith(
-        ("Error", "Exception")) and parts[0].replace(".", "").isidentifier()]
+    found = [line.text.partition(":") for line in log_tail(folder, fault.workers, 1)]
+    found = [(name, colon, message) for name, colon, message in found
+             if name.replace(".", "").isidentifier() and name.endswith(("Error", "Exception"))]
     if not found:
         return fault
     name, _, message = found[-1]

@@ -165,7 +165,8 @@ class Run(BaseRun):
 
     def _spec(self) -> SpeechTaskSpec:
         config, folder, report = self.config, self.folder, self.services.report
-        if known := None if self._data else known_archives(config, folder):
+        known = None if self._data else known_archives(config, folder)
+        if known:
             check_data(config)
             self.services.begin(config)
             return SpeechTaskSpec(config, str(known))

@@ -112,12 +112,12 @@ def test_a_decoding_graph_costs_less_by_the_bonus(width: int, silence_prob: floa
 
 
 def test_a_language_model_gets_the_hotwords_that_it_lacks(tmp_path: Path) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     words = Vocabulary(arpa=write(tmp_path / "lm", ARPA), hotwords=write(tmp_path / "hot", "nine four :5\none\n"))
-    language = vocabulary.of_model(DIGITS, words, told.append)
+    language = vocabulary.of_model(DIGITS, words, reports.append)
     assert arpa.words(language.arpa) == {"one", "two", "nine", "four"}
     assert language.hotwords == Hotwords({("nine", "four"): 5.0, ("one",): BONUS_PER_WORD})
-    assert not any("nine" in line or "four" in line for line in told)
+    assert not any("nine" in line or "four" in line for line in reports)
     graph = graphs.build(language, silence_prob=0.0)
     assert list(words_of(graph, spell(TOPOLOGY, ["nine", "four"], frames_per_state=3), beam=1000.0)) == ["nine", "four"]
 

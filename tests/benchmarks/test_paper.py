@@ -58,7 +58,8 @@ def test_a_point_of_the_frontier_has_its_best_rate_and_other_seeds(monkeypatch: 
             found[cell.key()] = {**asdict(cell), "key": cell.key(), "valid_objf": objf, "valid_wer_percent": 11.0,
                                  "wer_percent": 10.0, "outer_iters": 28}
     monkeypatch.setattr(many_jobs, "known", lambda _: found)
-    monkeypatch.setattr(frontier, "run_all", run_all)
+    for module in (frontier, many_jobs):
+        monkeypatch.setattr(module, "run_all", run_all)
     ours = "NG-SGD + nesterov 0.5"
     frontier.measure([DILOCO, ours], 16, 2048, tmp_path, "")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in

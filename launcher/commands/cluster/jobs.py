@@ -161,8 +161,9 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
             break
         time.sleep(_POLL_STORED_S if stored_run.url_of(folder.path) else _POLL_S)
     end = state_of(folder.path)
-    for line in end_lines(end) if end["state"] in ("FAILED", "STOPPED", "LOST") else ():
-        progress.report(line)
+    if end["state"] in ("FAILED", "STOPPED", "LOST"):
+        for line in end_lines(end):
+            progress.report(line)
     if not follow:
         return EXIT_OK
     return EXIT_INTERRUPTED if end["state"] == "STOPPED" else exit_code(end["state"])

@@ -319,7 +319,8 @@ def _added(data: DataConfig, features: FeatureConfig, changes: AugmentConfig, to
     data_dir.check_words(listed, topology.lexicon, f"the words of data.corpus={data.corpus} ({', '.join(topology.words)})",
                          "correct or remove the utterance, or train with recipe=kaldi and a lexicon")
     copies.check_unchanged(listed, changes)
-    if given := alignments.read(Path(data.alignment)) if data.alignment and listed else None:
+    given = alignments.read(Path(data.alignment)) if data.alignment and listed else None
+    if given:
         known = (one for one in listed if one.utt_id in given.pdf_T)
         said = ((one.utt_id, one.words, given.pdf_T[one.utt_id]) for one in known)
         alignments.check_paths(said, topology, given.path)

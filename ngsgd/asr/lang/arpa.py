@@ -75,16 +75,16 @@ def words(text: str) -> set[str]:
 
 def with_words(text: str, added: Iterable[str]) -> str:
     """Return the model with the probability of its rarest word for each word that it lacks."""
-    if not (missing := sorted({*added} - words(text))):
-        return text
     entries = [*Reader().grams(text)]
-    rarest = min((gram.log_prob for _, gram in entries if gram and len(gram.words) == 1 and gram.words[0] not in _NO_WORDS),
-                 key=float)
+    unigrams = {gram.words[0]: gram.log_prob for _, gram in entries if gram and len(gram.words) == 1}
+    if not (missing := sorted({*added} - unigrams.keys())):
+        return text
+    rarest = min((log_prob for word, log_prob in unigrams.items() if word not in _NO_WORDS), key=float)
     changed = []
     for line, gram in entries:
         section, count = (None, None) if gram else (_SECTION.fullmatch(line), _COUNT.fullmatch(line))
-        is_count = count and int(count[1]) == 1
-        changed.append(f"ngram 1={int(count[2]) + len(missing)}" if count and is_count else line)
+        is_of_words = count is not None and int(count[1]) == 1
+        changed.append(f"ngram 1={len(unigrams) + len(missing)}" if is_of_words else line)
         if section and int(section[1]) == 1:
             changed += [f"{rarest}\t{word}" for word in missing]
     return "\n".join([*changed, ""])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ngsgd.asr.kaldi_io import lines
@@ -88,7 +89,12 @@ def _ends(labels: Labels) -> list[Labels]:
     return [labels[at:] for at in range(len(labels) + 1)]
 
 
-def parse(numbered: Sequence[tuple[str, str]], name: str) -> Hotwords:
+def read(path: Path) -> Hotwords:
+    """Read a file of phrases; see `parse`."""
+    return parse(lines.read(path), f"{path}")
+
+
+def parse(numbered: Iterable[tuple[str, str]], name: str) -> Hotwords:
     """Parse (place, line) pairs: the words of a phrase, and perhaps `:NUMBER`, its bonus in nats.
 
     Raises DataError if there are no lines, or one has no words, a wrong bonus, or a former phrase.

@@ -75,8 +75,7 @@ def of_model(language: Language, vocabulary: Vocabulary, report: Callable[[str],
         topology = replace(topology, lexicon={word: topology.lexicon[word] for word in wanted})
     if rules and vocabulary.words:
         _require_pronunciations(rules.words(), topology.lexicon, f"{rules.path}")
-    preferred = hotwords.parse([*lines.read(vocabulary.hotwords)], f"{vocabulary.hotwords}") if vocabulary.hotwords \
-        else language.hotwords
+    preferred = hotwords.read(vocabulary.hotwords) if vocabulary.hotwords else language.hotwords
     phrases = preferred.words() if preferred else ()
     _require_pronunciations(phrases, topology.lexicon, f"{vocabulary.hotwords or hotwords.HOTWORDS}")
     if rules and (outside := sorted({*phrases} - {*rules.words()})):
@@ -87,7 +86,7 @@ def of_model(language: Language, vocabulary: Vocabulary, report: Callable[[str],
     text = arpa.read(vocabulary.arpa, others, report) if vocabulary.arpa else language.arpa
     if text and not (vocabulary.arpa or rules):
         lexicon.require_shared(others, arpa.words(text), "the language model of the model", report)
-    text = arpa.with_words(text, phrases) if text and not rules else text
+    text = arpa.with_words(text, phrases) if text and phrases and not rules else text
     one_word = language.is_one_word and not text
     return Language(topology, text, one_word, tree=language.tree, word_counts=language.word_counts, grammar=rules,
                     hotwords=preferred)
